@@ -1,0 +1,360 @@
+"""What a run is: frozen records, each field with its unit and source, all of it validated before any work begins.
+
+Standard library only. There is one way to vary a configuration, `config.override({"outer.lr": 0.5})`, shared by the
+command line, Tune and the tests. Methods are settings of the same round:
+
+    muon-dp, adamw-dp   gradients averaged each step, no outer step
+    diloco              AdamW inside, H steps, Nesterov outer step
+    muloco              Muon inside, H steps, Nesterov outer step   (arXiv 2505.23725; K = 1 is a method of its own)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, TypeAlias
+
+from ray_muloco.errors import ConfigError
+
+Method: TypeAlias = Literal["muloco", "diloco", "muon-dp", "adamw-dp"]
+METHODS: tuple[str, ...] = ("muloco", "diloco", "muon-dp", "adamw-dp")
+
+
+def _require(condition: bool, name: str, value: object, allowed: str, remedy: str = "") -> None:
+    if not condition:
+        raise ConfigError(name, value, allowed, remedy)
+
+
+def _finite(value: float) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Decoder of arXiv 2505.23725: Llama-style, norms before and after each sub-layer, QK norm, SwiGLU, untied head."""
+
+    d_model: int
+    """Width D of the residual stream."""
+    num_layers: int
+    """Number of decoder blocks."""
+    num_heads: int
+    """Attention heads; num_heads * head_dim is the attention width."""
+    head_dim: int
+    """Width of one head; even, for rotary positions."""
+    ffn_dim: int
+    """Hidden width of SwiGLU; 2.75 * d_model in the published models."""
+    vocab_size: int = 257
+    """Ids the tokenizer can produce, the document separator included; 257 for bytes."""
+    sequence_length: int = 128
+    """Tokens T a sequence."""
+    rope_theta: float = 5e5
+    """Base of the rotary frequencies."""
+    norm_epsilon: float = 1e-6
+    """Epsilon of every RMSNorm."""
+    tie_embeddings: bool = False
+    """Use the embedding as the output head (the published models do not)."""
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "num_layers", "num_heads", "head_dim", "ffn_dim", "sequence_length"):
+            value = getattr(self, name)
+            _require(isinstance(value, int) and value >= 1, f"model.{name.replace('_', '-')}", value, "must be an integer of at least 1")
+        _require(self.vocab_size >= 2, "model.vocab-size", self.vocab_size, "must be at least 2")
+        _require(self.head_dim % 2 == 0, "model.head-dim", self.head_dim, "must be even (rotary positions turn pairs)")
+        _require(_finite(self.rope_theta) and self.rope_theta > 1, "model.rope-theta", self.rope_theta, "must be above 1")
+        _require(_finite(self.norm_epsilon) and self.norm_epsilon > 0, "model.norm-epsilon", self.norm_epsilon, "must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InnerConfig:
+    """The inner optimizer: Muon for hidden matrices and AdamW for the rest (muloco, muon-dp), or AdamW alone."""
+
+    lr: float = 0.02
+    """Peak learning rate η_in, reached at the end of warm-up."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay λ, multiplied by the scheduled learning rate."""
+    warmup_fraction: float = 0.05
+    """Share of the token budget over which the learning rate rises linearly."""
+    final_lr_fraction: float = 0.1
+    """Learning rate at the end of the budget over its peak (cosine in between)."""
+    clip_norm: float = 1.0
+    """Global gradient norm above which a replica's gradient is scaled down; 0 turns clipping off."""
+    momentum: float = 0.9
+    """Momentum of Muon: M <- momentum * M + G."""
+    nesterov: bool = False
+    """Orthogonalise G + momentum * M instead of M (the common Muon setting, then with momentum 0.95)."""
+    scaling: Literal["spectral_norm", "rms_norm", "original"] = "spectral_norm"
+    """Muon's step size rule: sqrt(out/in), 0.2 sqrt(max(out, in)), or sqrt(max(1, out/in))."""
+    coefficients: Literal["muloco", "jordan", "polar_express"] = "muloco"
+    """Published coefficient set of the five Newton-Schulz steps."""
+    adamw_lr_factor: float = 1.0
+    """Learning rate of the AdamW group over lr in Muon runs (tiny models want it below 1)."""
+    adamw_beta1: float = 0.9
+    """First-moment decay of AdamW."""
+    adamw_beta2: float = 0.99
+    """Second-moment decay of AdamW."""
+    adamw_epsilon: float = 1e-8
+    """Epsilon of AdamW."""
+
+    def __post_init__(self) -> None:
+        _require(_finite(self.lr) and self.lr > 0, "inner.lr", self.lr, "must be a finite number above 0", "for example --inner.lr 0.02")
+        _require(_finite(self.weight_decay) and self.weight_decay >= 0, "inner.weight-decay", self.weight_decay, "must be 0 or more")
+        _require(0 <= self.warmup_fraction < 1, "inner.warmup-fraction", self.warmup_fraction, "must be in [0, 1)")
+        _require(0 <= self.final_lr_fraction <= 1, "inner.final-lr-fraction", self.final_lr_fraction, "must be in [0, 1]")
+        _require(_finite(self.clip_norm) and self.clip_norm >= 0, "inner.clip-norm", self.clip_norm, "must be 0 (off) or more")
+        for name in ("momentum", "adamw_beta1", "adamw_beta2"):
+            _require(0 <= getattr(self, name) < 1, f"inner.{name.replace('_', '-')}", getattr(self, name), "must be in [0, 1)")
+        for name in ("adamw_lr_factor", "adamw_epsilon"):
+            value = getattr(self, name)
+            _require(_finite(value) and value > 0, f"inner.{name.replace('_', '-')}", value, "must be a finite number above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OuterConfig:
+    """The outer step: SGD with Nesterov momentum on the mean pseudogradient. Ignored by the data-parallel methods."""
+
+    lr: float = 0.7
+    """Outer learning rate η_out, constant."""
+    momentum: float = 0.6
+    """Outer momentum μ, constant; wants to grow with the number of replicas."""
+
+    def __post_init__(self) -> None:
+        _require(_finite(self.lr) and self.lr > 0, "outer.lr", self.lr, "must be a finite number above 0", "0.7 is a good start")
+        _require(0 <= self.momentum < 1, "outer.momentum", self.momentum, "must be in [0, 1)", "0.6 is a good start")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where text comes from and how it becomes sequences."""
+
+    source: str = "embedded"
+    """`embedded` (the sources of Python's standard library), a path or URI to text, JSONL or Parquet, or prepared shards."""
+    validation_source: str = ""
+    """A source of its own for validation; empty takes a share of `source` by a hash of each document."""
+    validation_fraction: float = 0.05
+    """Share of documents kept for validation when there is no validation_source."""
+    tokenizer: str = "bytes"
+    """`bytes`, or the path of a tokenizer.json of the tokenizers library."""
+    text_column: str = "text"
+    """Column (Parquet) or key (JSONL) that holds the text."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.source.strip()), "data.source", self.source, "must be 'embedded', a path or a URI")
+        _require(0 < self.validation_fraction < 1, "data.validation-fraction", self.validation_fraction, "must be between 0 and 1, both excluded")
+        _require(bool(self.tokenizer.strip()), "data.tokenizer", self.tokenizer, "must be 'bytes' or the path of a tokenizer.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingConfig:
+    """How many replicas, on what, and how long the run waits for them."""
+
+    num_replicas: int = 1
+    """K: replicas the run is planned for; every rule that names K means this number."""
+    min_replicas: int = 0
+    """Fewest replicas a round may commit with; 0 means num_replicas."""
+    threads_per_replica: int = 0
+    """CPU threads each replica computes with; 0 shares the machine's cores out, at least one each."""
+    gpus_per_replica: float = 0.0
+    """GPUs Ray reserves for each replica; 0 trains on CPUs."""
+    collective: Literal["auto", "gloo", "nccl", "ray-nccl"] = "auto"
+    """Backend of the exchange among replicas: the program's own Gloo, its own NCCL group, or Ray's stock NCCL group."""
+    placement_timeout_seconds: float = 120.0
+    """How long to wait for all replicas to be placed and ready before the run gives up."""
+    hang_floor_seconds: float = 30.0
+    """A replica is never called silent before this many seconds of a phase."""
+    hang_factor: float = 5.0
+    """A replica is silent after this many times the median inner phase of recent rounds."""
+    first_round_seconds: float = 900.0
+    """Deadline of a process's first round, when no median exists and kernels are still being compiled."""
+    collective_timeout_seconds: float = 60.0
+    """Deadline of one collective operation; what a stopped member can cost the others."""
+
+    def __post_init__(self) -> None:
+        _require(self.num_replicas >= 1, "scaling.num-replicas", self.num_replicas, "must be an integer of at least 1")
+        _require(0 <= self.min_replicas <= self.num_replicas, "scaling.min-replicas", self.min_replicas, f"must be between 0 (meaning all) and scaling.num-replicas, {self.num_replicas}")
+        _require(self.threads_per_replica >= 0, "scaling.threads-per-replica", self.threads_per_replica, "must be 0 (automatic) or more")
+        _require(_finite(self.gpus_per_replica) and self.gpus_per_replica >= 0, "scaling.gpus-per-replica", self.gpus_per_replica, "must be 0 or more")
+        for name in ("placement_timeout_seconds", "hang_floor_seconds", "hang_factor", "first_round_seconds", "collective_timeout_seconds"):
+            value = getattr(self, name)
+            _require(_finite(value) and value > 0, f"scaling.{name.replace('_', '-')}", value, "must be a finite number above 0")
+
+    @property
+    def fewest_replicas(self) -> int:
+        """Fewest replicas a round may commit with."""
+        return self.min_replicas or self.num_replicas
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When the committed state is written and how much of it stays."""
+
+    every_rounds: int = 10
+    """Rounds between checkpoints; the last round is always written."""
+    keep: int = 2
+    """Complete checkpoints that stay."""
+
+    def __post_init__(self) -> None:
+        _require(self.every_rounds >= 1, "checkpoint.every-rounds", self.every_rounds, "must be an integer of at least 1")
+        _require(self.keep >= 1, "checkpoint.keep", self.keep, "must be an integer of at least 1")
+
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """What the run is called and where its files lie."""
+
+    name: str = ""
+    """Directory of the run below storage_path; empty makes one from preset, method and replicas."""
+    storage_path: str = "runs"
+    """Directory or pyarrow.fs URI (s3://, gs://) that holds the runs."""
+    tracker: Literal["mlflow", "none"] = "mlflow"
+    """Where per-round metrics go beside metrics.jsonl."""
+    lock_wait_seconds: float = 60.0
+    """How long a second writer waits for the run's lock before it gives up."""
+
+    def __post_init__(self) -> None:
+        _require(not self.name or bool(_RUN_NAME.fullmatch(self.name)), "run.name", self.name, "must be 1 to 100 letters, digits, '.', '_' or '-' and begin with a letter or digit", "a name is one directory below run.storage-path")
+        _require(bool(self.storage_path.strip()), "run.storage-path", self.storage_path, "must be a directory or a URI")
+        _require(_finite(self.lock_wait_seconds) and self.lock_wait_seconds >= 0, "run.lock-wait-seconds", self.lock_wait_seconds, "must be 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Everything that decides what a run computes, and where it keeps it."""
+
+    preset: str = "custom"
+    """Name of the preset this configuration began as."""
+    method: Method = "muloco"
+    """Training method."""
+    model: ModelConfig
+    """Model shape."""
+    inner: InnerConfig = field(default_factory=InnerConfig)
+    """Inner optimizer."""
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    """Outer optimizer."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Data."""
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
+    """Replicas and resources."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """Names and places."""
+    budget_tokens: int
+    """Tokens to train on, summed over replicas; the learning-rate schedule ends with them."""
+    batch_sequences: int
+    """Global batch B in sequences a step; each replica takes B / K."""
+    sync_interval: int = 30
+    """H: inner steps in a round."""
+    micro_batch_sequences: int = 0
+    """Sequences of one forward and backward pass (gradient accumulation); 0 takes a replica's whole batch at once."""
+    seed: int = 0
+    """Seed of initial weights and data order."""
+    eval_every_rounds: int = 5
+    """Rounds between evaluations of the global parameters; the last round is always evaluated."""
+    validation_tokens: int = 65_536
+    """Validation tokens of an evaluation, or fewer if the split holds fewer."""
+    compute_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Type of the matrix products; auto takes bf16 where every replica's hardware multiplies it natively."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    init_from: str = ""
+    """Checkpoint whose weights the run starts from (a new run: optimizer state and data order begin anew)."""
+
+    def __post_init__(self) -> None:
+        _require(self.method in METHODS, "method", self.method, f"must be one of {', '.join(METHODS)}")
+        for name in ("budget_tokens", "batch_sequences", "sync_interval", "eval_every_rounds", "validation_tokens"):
+            value = getattr(self, name)
+            _require(isinstance(value, int) and value >= 1, name.replace("_", "-"), value, "must be an integer of at least 1")
+        replicas = self.scaling.num_replicas
+        _require(self.batch_sequences % replicas == 0, "batch-sequences", self.batch_sequences, f"must be a multiple of scaling.num-replicas, {replicas}", f"take {math.ceil(self.batch_sequences / replicas) * replicas}")
+        per_replica = self.batch_sequences // replicas
+        micro = self.micro_batch_sequences
+        _require(micro >= 0 and (micro == 0 or per_replica % micro == 0), "micro-batch-sequences", micro, f"must be 0 (the whole batch) or divide a replica's batch of {per_replica}")
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "must be an integer from 0 to 2^63 - 1")
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether replicas average gradients each step and there is no outer step."""
+        return self.method.endswith("-dp")
+
+    @property
+    def uses_muon(self) -> bool:
+        """Whether hidden matrices are trained by Muon."""
+        return self.method in ("muloco", "muon-dp")
+
+    @property
+    def replica_batch_sequences(self) -> int:
+        """Sequences of one inner step of one replica, B / K."""
+        return self.batch_sequences // self.scaling.num_replicas
+
+    @property
+    def run_name(self) -> str:
+        """Name of the run's directory."""
+        return self.run.name or f"{self.preset}-{self.method}-k{self.scaling.num_replicas}"
+
+    def override(self, changes: Mapping[str, Any]) -> TrainConfig:
+        """A copy with dotted fields replaced, for example {"outer.lr": 0.5, "seed": 1}; validated like any other.
+
+        Raises ConfigError for a field that does not exist.
+        """
+        return _override(self, changes, prefix="")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values, as in config.json."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """The configuration that `to_dict` wrote; unknown fields are refused by name."""
+        return _from_dict(cls, values, prefix="")
+
+    def differences(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
+        """Dotted fields in which two configurations differ, with both values."""
+        mine, theirs = flatten(self.to_dict()), flatten(other.to_dict())
+        return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+
+
+_SECTIONS = {"model": ModelConfig, "inner": InnerConfig, "outer": OuterConfig, "data": DataConfig, "scaling": ScalingConfig, "checkpoint": CheckpointConfig, "run": RunConfig}
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one mapping with dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _override(record: Any, changes: Mapping[str, Any], prefix: str) -> Any:
+    names = [f.name for f in fields(record)]
+    nested: dict[str, dict[str, Any]] = {}
+    replaced: dict[str, Any] = {}
+    for dotted, value in changes.items():
+        name, _, rest = dotted.replace("-", "_").partition(".")
+        _require(name in names, f"{prefix}{dotted}", value, f"no such field; the fields are {', '.join(names)}")
+        if rest:
+            _require(is_dataclass(getattr(record, name)), f"{prefix}{dotted}", value, f"{prefix}{name} has no fields of its own")
+            nested.setdefault(name, {})[rest] = value
+        else:
+            replaced[name] = value
+    for name, inner in nested.items():
+        replaced[name] = _override(replaced.get(name, getattr(record, name)), inner, f"{prefix}{name}.")
+    return dataclasses.replace(record, **replaced)
+
+
+def _from_dict(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
+    names = [f.name for f in fields(cls)]
+    for name in values:
+        _require(name in names, f"{prefix}{name}", values[name], "is no field of this version's configuration")
+    built = {name: _from_dict(_SECTIONS[name], value, f"{name}.") if name in _SECTIONS and cls is TrainConfig else value for name, value in values.items()}
+    return cls(**built)

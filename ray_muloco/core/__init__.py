@@ -1,0 +1,1 @@
+"""The mathematics: tensors in, tensors out. Imports torch and nothing above."""

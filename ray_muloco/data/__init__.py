@@ -1,0 +1,1 @@
+"""Text to token shards to sequences. Imports pyarrow and numpy, never torch."""

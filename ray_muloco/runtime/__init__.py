@@ -1,0 +1,1 @@
+"""The algorithm on a cluster. The only package that imports ray."""
