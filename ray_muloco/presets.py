@@ -56,6 +56,8 @@ _BYTE_SHAPES = {
     "mini": _Shape(160, 6, 5, 32, BYTE_VOCABULARY, 256),
     "small": _Shape(320, 8, 5, 64, BYTE_VOCABULARY, 256),
 }
+# the published budgets in steps of 512 sequences of 2048 tokens: 20.0 to 20.5 tokens a parameter
+_PUBLISHED_STEPS = {"150M": 2880, "416M": 8160, "914M": 17520, "1.76B": 33600, "3.1B": 58560, "15B": 290640}
 _MULTIPLIERS = {"150M": 1, "416M": 2, "914M": 3, "1.76B": 4, "3.1B": 5, "15B": 9}
 # λ_base of the published weight decay rule λ = λ_base (B / 512) / K, for Muon and for AdamW
 _DECAY_BASES = {"150M": (0.01, 0.001), "416M": (0.01, 0.01), "914M": (0.01, 0.01), "1.76B": (0.001, 0.001), "3.1B": (0.001, 0.001), "15B": (1e-4, 1e-4)}
@@ -90,7 +92,7 @@ def published(name: str, method: Method = "muloco", replicas: int = 1) -> TrainC
     m = _MULTIPLIERS[name]
     model = _Shape(512 * m, 6 * m, 4 * m, 128, PUBLISHED_VOCABULARY, 2048).model()
     batch = max(512, replicas)
-    budget = TOKENS_PER_PARAMETER * num_params(model) // (512 * 2048) * (512 * 2048)
+    budget = _PUBLISHED_STEPS[name] * 512 * model.sequence_length
     muon = method.startswith("mu")
     k = 1 if method.endswith("-dp") else replicas
     decay = _DECAY_BASES[name][0 if muon else 1] * (batch / 512) / k
