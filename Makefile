@@ -12,7 +12,7 @@ ARGS ?=
 # the first interpreter that runs and is new enough: a pyenv shim may exist and still refuse to run
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$python; break; fi; done)
-PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off --constraint constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq --progress-bar off --constraint constraints.txt
 
 .DELETE_ON_ERROR:
 .PHONY: help train test lint format bench clean
