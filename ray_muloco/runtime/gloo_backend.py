@@ -1,0 +1,112 @@
+"""One generation's group over torch's Gloo process group: bounded, on a named interface, gone at the first failure.
+
+`Transport` is what both backends share, `GlooTransport` the CPU one. Neither knows Ray: `runtime/collectives.py` puts
+them behind ray.util.collective. torch's process-wide default group is never made, so a replica may use it for itself.
+
+Why not Ray's own GLOO: its groups are sub-groups of the first group a process ever made, which outlives its members.
+"""
+
+from __future__ import annotations
+
+import traceback
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+REDUCE_OPS = {"SUM": dist.ReduceOp.SUM, "PRODUCT": dist.ReduceOp.PRODUCT, "MIN": dist.ReduceOp.MIN, "MAX": dist.ReduceOp.MAX}
+NUM_SENDING_THREADS = 2
+
+
+class Transport:
+    """Blocking collectives over one torch process group, which is dropped inside the failing call.
+
+    Peers that wait for a dead or stopped member are not freed by an abort, only by a timeout or by closed sockets; so
+    whoever sees a failure lets go of its sockets before the error travels on, and the failure runs round the ring.
+    Errors come as torch raises them; `RuntimeError` when the group is gone already.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    @property
+    def closed(self) -> bool:
+        """Whether the sockets are gone."""
+        return self._group is None
+
+    def close(self) -> None:
+        """Let go of the sockets. Idempotent."""
+        self._group = None
+
+    def allreduce(self, tensor: Tensor, operation: str) -> None:
+        """tensor <- op over all ranks, everywhere, in place."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = REDUCE_OPS[operation]
+        self._run("allreduce", [tensor], options)
+
+    def reduce(self, tensor: Tensor, root: int, operation: str) -> None:
+        """tensor <- op over all ranks at root; elsewhere the tensor is scratch and its content afterwards undefined."""
+        options = dist.ReduceOptions()
+        options.reduceOp, options.rootRank, options.rootTensor = REDUCE_OPS[operation], root, 0
+        self._run("reduce", [tensor], options)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """tensor <- the root's tensor, in place."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._run("broadcast", [tensor], options)
+
+    def allgather(self, outputs: list[Tensor], tensor: Tensor) -> None:
+        """outputs[r] <- tensor of rank r."""
+        self._run("allgather", [outputs], [tensor])
+
+    def reduce_scatter(self, tensor: Tensor, inputs: list[Tensor], operation: str) -> None:
+        """tensor <- op over all ranks of their inputs[own rank]."""
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = REDUCE_OPS[operation]
+        self._run("reduce_scatter", [tensor], [inputs], options)
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Hand a tensor to a rank of this group."""
+        self._run("send", [tensor], rank, 0)
+
+    def recv(self, tensor: Tensor, rank: int) -> None:
+        """tensor <- what that rank of this group sends."""
+        self._run("recv", [tensor], rank, 0)
+
+    def barrier(self) -> None:
+        """Return once every rank has come here."""
+        self._run("barrier")
+
+    def _run(self, method: str, *arguments: Any) -> None:
+        if self._group is None:
+            raise RuntimeError("the group is closed")
+        try:
+            getattr(self._group, method)(*arguments).wait()
+        except BaseException as error:
+            # a frame kept alive by the traceback would keep the sockets open
+            traceback.clear_frames(error.__traceback__)
+            self.close()
+            raise
+
+
+class GlooTransport(Transport):
+    """CPU tensors of any gloo type: fp64, fp32, fp16, bf16, int8, uint8, int32, int64, bool (sums of int8 wrap).
+
+    Legend: world_size ranks in [0, world_size).
+    """
+
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int, host: str, timeout_seconds: float) -> None:
+        """Connect to every other rank through `store`.
+
+        store: this generation's own keys and nothing else's.
+        host: address of the interface to use; what the host name resolves to is often 127.0.0.1.
+        timeout_seconds: bound of the formation and of each operation.
+        """
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_seconds)
+        options._threads = NUM_SENDING_THREADS
+        # not lazy: a member that cannot be reached shows now and not in the middle of a sum
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+        super().__init__(dist.ProcessGroupGloo(store, rank, world_size, options))  # type: ignore[arg-type]
