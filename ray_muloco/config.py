@@ -11,11 +11,12 @@ command line, Tune and the tests. Methods are settings of the same round:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from ray_muloco.errors import ConfigError
 
@@ -28,8 +29,30 @@ def _require(condition: bool, name: str, value: object, allowed: str, remedy: st
         raise ConfigError(name, value, allowed, remedy)
 
 
-def _finite(value: float) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+_type_hints = functools.cache(get_type_hints)
+
+
+def _check_types(record: Any, section: str = "") -> None:
+    """Refuse values of another type than the field's before anything compares them; a choice must be one of its words.
+
+    Flags arrive parsed, but values from Python, Tune and config.json do not. True is no number.
+    """
+    for name, kind in _type_hints(type(record)).items():
+        value, dotted = getattr(record, name), f"{section}{name.replace('_', '-')}"
+        if get_origin(kind) is Literal:
+            _require(value in get_args(kind), dotted, value, f"must be one of {', '.join(get_args(kind))}")
+        elif kind is float:
+            _require(isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value), dotted, value, "must be a finite number")
+        else:
+            _require(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)), dotted, value, f"must be of type {kind.__name__}")
+
+
+def _check_positive(record: Any, section: str, *names: str) -> None:
+    """Refuse values of these fields that are not above 0 (integers: under 1)."""
+    for name in names:
+        value = getattr(record, name)
+        allowed = "must be an integer of at least 1" if _type_hints(type(record))[name] is int else "must be a finite number above 0"
+        _require(value > 0, f"{section}{name.replace('_', '-')}", value, allowed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +81,11 @@ class ModelConfig:
     """Use the embedding as the output head (the published models do not)."""
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "num_layers", "num_heads", "head_dim", "ffn_dim", "sequence_length"):
-            value = getattr(self, name)
-            _require(isinstance(value, int) and value >= 1, f"model.{name.replace('_', '-')}", value, "must be an integer of at least 1")
+        _check_types(self, "model.")
+        _check_positive(self, "model.", "d_model", "num_layers", "num_heads", "head_dim", "ffn_dim", "sequence_length", "norm_epsilon")
         _require(self.vocab_size >= 2, "model.vocab-size", self.vocab_size, "must be at least 2")
         _require(self.head_dim % 2 == 0, "model.head-dim", self.head_dim, "must be even (rotary positions turn pairs)")
-        _require(_finite(self.rope_theta) and self.rope_theta > 1, "model.rope-theta", self.rope_theta, "must be above 1")
-        _require(_finite(self.norm_epsilon) and self.norm_epsilon > 0, "model.norm-epsilon", self.norm_epsilon, "must be above 0")
+        _require(self.rope_theta > 1, "model.rope-theta", self.rope_theta, "must be above 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,16 +120,15 @@ class InnerConfig:
     """Epsilon of AdamW."""
 
     def __post_init__(self) -> None:
-        _require(_finite(self.lr) and self.lr > 0, "inner.lr", self.lr, "must be a finite number above 0", "for example --inner.lr 0.02")
-        _require(_finite(self.weight_decay) and self.weight_decay >= 0, "inner.weight-decay", self.weight_decay, "must be 0 or more")
+        _check_types(self, "inner.")
+        _require(self.lr > 0, "inner.lr", self.lr, "must be a finite number above 0", "for example --inner.lr 0.02")
+        _require(self.weight_decay >= 0, "inner.weight-decay", self.weight_decay, "must be 0 or more")
         _require(0 <= self.warmup_fraction < 1, "inner.warmup-fraction", self.warmup_fraction, "must be in [0, 1)")
         _require(0 <= self.final_lr_fraction <= 1, "inner.final-lr-fraction", self.final_lr_fraction, "must be in [0, 1]")
-        _require(_finite(self.clip_norm) and self.clip_norm >= 0, "inner.clip-norm", self.clip_norm, "must be 0 (off) or more")
+        _require(self.clip_norm >= 0, "inner.clip-norm", self.clip_norm, "must be 0 (off) or more")
         for name in ("momentum", "adamw_beta1", "adamw_beta2"):
             _require(0 <= getattr(self, name) < 1, f"inner.{name.replace('_', '-')}", getattr(self, name), "must be in [0, 1)")
-        for name in ("adamw_lr_factor", "adamw_epsilon"):
-            value = getattr(self, name)
-            _require(_finite(value) and value > 0, f"inner.{name.replace('_', '-')}", value, "must be a finite number above 0")
+        _check_positive(self, "inner.", "adamw_lr_factor", "adamw_epsilon")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +141,8 @@ class OuterConfig:
     """Outer momentum μ, constant; wants to grow with the number of replicas."""
 
     def __post_init__(self) -> None:
-        _require(_finite(self.lr) and self.lr > 0, "outer.lr", self.lr, "must be a finite number above 0", "0.7 is a good start")
+        _check_types(self, "outer.")
+        _require(self.lr > 0, "outer.lr", self.lr, "must be a finite number above 0", "0.7 is a good start")
         _require(0 <= self.momentum < 1, "outer.momentum", self.momentum, "must be in [0, 1)", "0.6 is a good start")
 
 
@@ -141,6 +162,7 @@ class DataConfig:
     """Column (Parquet) or key (JSONL) that holds the text."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "data.")
         _require(bool(self.source.strip()), "data.source", self.source, "must be 'embedded', a path or a URI")
         _require(0 < self.validation_fraction < 1, "data.validation-fraction", self.validation_fraction, "must be between 0 and 1, both excluded")
         _require(bool(self.tokenizer.strip()), "data.tokenizer", self.tokenizer, "must be 'bytes' or the path of a tokenizer.json")
@@ -172,13 +194,17 @@ class ScalingConfig:
     """Deadline of one collective operation; what a stopped member can cost the others."""
 
     def __post_init__(self) -> None:
-        _require(self.num_replicas >= 1, "scaling.num-replicas", self.num_replicas, "must be an integer of at least 1")
-        _require(0 <= self.min_replicas <= self.num_replicas, "scaling.min-replicas", self.min_replicas, f"must be between 0 (meaning all) and scaling.num-replicas, {self.num_replicas}")
+        _check_types(self, "scaling.")
+        _check_positive(self, "scaling.", "num_replicas", "placement_timeout_seconds", "hang_floor_seconds", "hang_factor")
+        _check_positive(self, "scaling.", "first_round_seconds", "collective_timeout_seconds")
+        _require(
+            0 <= self.min_replicas <= self.num_replicas,
+            "scaling.min-replicas",
+            self.min_replicas,
+            f"must be between 0 (meaning all) and scaling.num-replicas, {self.num_replicas}",
+        )
         _require(self.threads_per_replica >= 0, "scaling.threads-per-replica", self.threads_per_replica, "must be 0 (automatic) or more")
-        _require(_finite(self.gpus_per_replica) and self.gpus_per_replica >= 0, "scaling.gpus-per-replica", self.gpus_per_replica, "must be 0 or more")
-        for name in ("placement_timeout_seconds", "hang_floor_seconds", "hang_factor", "first_round_seconds", "collective_timeout_seconds"):
-            value = getattr(self, name)
-            _require(_finite(value) and value > 0, f"scaling.{name.replace('_', '-')}", value, "must be a finite number above 0")
+        _require(self.gpus_per_replica >= 0, "scaling.gpus-per-replica", self.gpus_per_replica, "must be 0 or more")
 
     @property
     def fewest_replicas(self) -> int:
@@ -196,8 +222,8 @@ class CheckpointConfig:
     """Complete checkpoints that stay."""
 
     def __post_init__(self) -> None:
-        _require(self.every_rounds >= 1, "checkpoint.every-rounds", self.every_rounds, "must be an integer of at least 1")
-        _require(self.keep >= 1, "checkpoint.keep", self.keep, "must be an integer of at least 1")
+        _check_types(self, "checkpoint.")
+        _check_positive(self, "checkpoint.", "every_rounds", "keep")
 
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -217,9 +243,16 @@ class RunConfig:
     """How long a second writer waits for the run's lock before it gives up."""
 
     def __post_init__(self) -> None:
-        _require(not self.name or bool(_RUN_NAME.fullmatch(self.name)), "run.name", self.name, "must be 1 to 100 letters, digits, '.', '_' or '-' and begin with a letter or digit", "a name is one directory below run.storage-path")
+        _check_types(self, "run.")
+        _require(
+            not self.name or bool(_RUN_NAME.fullmatch(self.name)),
+            "run.name",
+            self.name,
+            "must be 1 to 100 letters, digits, '.', '_' or '-' and begin with a letter or digit",
+            "a name is one directory below run.storage-path",
+        )
         _require(bool(self.storage_path.strip()), "run.storage-path", self.storage_path, "must be a directory or a URI")
-        _require(_finite(self.lock_wait_seconds) and self.lock_wait_seconds >= 0, "run.lock-wait-seconds", self.lock_wait_seconds, "must be 0 or more")
+        _require(self.lock_wait_seconds >= 0, "run.lock-wait-seconds", self.lock_wait_seconds, "must be 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,15 +301,24 @@ class TrainConfig:
     """Checkpoint whose weights the run starts from (a new run: optimizer state and data order begin anew)."""
 
     def __post_init__(self) -> None:
-        _require(self.method in METHODS, "method", self.method, f"must be one of {', '.join(METHODS)}")
-        for name in ("budget_tokens", "batch_sequences", "sync_interval", "eval_every_rounds", "validation_tokens"):
-            value = getattr(self, name)
-            _require(isinstance(value, int) and value >= 1, name.replace("_", "-"), value, "must be an integer of at least 1")
+        _check_types(self)
+        _check_positive(self, "", "budget_tokens", "batch_sequences", "sync_interval", "eval_every_rounds", "validation_tokens")
         replicas = self.scaling.num_replicas
-        _require(self.batch_sequences % replicas == 0, "batch-sequences", self.batch_sequences, f"must be a multiple of scaling.num-replicas, {replicas}", f"take {math.ceil(self.batch_sequences / replicas) * replicas}")
+        _require(
+            self.batch_sequences % replicas == 0,
+            "batch-sequences",
+            self.batch_sequences,
+            f"must be a multiple of scaling.num-replicas, {replicas}",
+            f"take {math.ceil(self.batch_sequences / replicas) * replicas}",
+        )
         per_replica = self.batch_sequences // replicas
         micro = self.micro_batch_sequences
-        _require(micro >= 0 and (micro == 0 or per_replica % micro == 0), "micro-batch-sequences", micro, f"must be 0 (the whole batch) or divide a replica's batch of {per_replica}")
+        _require(
+            micro >= 0 and (micro == 0 or per_replica % micro == 0),
+            "micro-batch-sequences",
+            micro,
+            f"must be 0 (the whole batch) or divide a replica's batch of {per_replica}",
+        )
         _require(0 <= self.seed < 2**63, "seed", self.seed, "must be an integer from 0 to 2^63 - 1")
 
     @property
@@ -321,9 +363,6 @@ class TrainConfig:
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
-_SECTIONS = {"model": ModelConfig, "inner": InnerConfig, "outer": OuterConfig, "data": DataConfig, "scaling": ScalingConfig, "checkpoint": CheckpointConfig, "run": RunConfig}
-
-
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one mapping with dotted names."""
     flat: dict[str, Any] = {}
@@ -353,8 +392,8 @@ def _override(record: Any, changes: Mapping[str, Any], prefix: str) -> Any:
 
 
 def _from_dict(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
-    names = [f.name for f in fields(cls)]
+    hints = _type_hints(cls)
     for name in values:
-        _require(name in names, f"{prefix}{name}", values[name], "is no field of this version's configuration")
-    built = {name: _from_dict(_SECTIONS[name], value, f"{name}.") if name in _SECTIONS and cls is TrainConfig else value for name, value in values.items()}
+        _require(name in hints, f"{prefix}{name}", values[name], "is no field of this version's configuration")
+    built = {name: _from_dict(hints[name], value, f"{prefix}{name}.") if is_dataclass(hints[name]) else value for name, value in values.items()}
     return cls(**built)
