@@ -1,0 +1,494 @@
+"""Where a run's figures go beside metrics.jsonl: trackers that never make training wait, and never stop it.
+
+The only file that imports mlflow, and only inside functions: the import takes seconds. `MlflowTracker` gives all of
+MLflow's work to one background thread, so that one thread is the one writer of a run. It starts with the first committed
+round, when nobody waits for a first step any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import queue
+import re
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any, Literal, Protocol, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from ray_muloco.config import flatten
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+QUEUE_ITEMS = 10_000
+ROUNDS_A_BATCH = 32  # MLflow takes 1000 metrics a call; a round has about 25
+PARAMETERS_A_BATCH = 100  # MLflow's limit
+PARAMETER_CHARACTERS = 6000  # MLflow's limit
+TAG_CHARACTERS = 5000  # the lowest of the limits of MLflow's versions
+NAME_CHARACTERS = 250
+LOCKED_DEADLINE_SECONDS = 120.0
+FLUSH_SECONDS = 60.0
+
+_T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Follows one run: start, a record a round, files, the end. No method raises for a store that fails, or waits for it."""
+
+    def start(self, name: str, parameters: Mapping[str, Any], tags: Mapping[str, str], run_id: str | None) -> None:
+        """Begin a run, or continue the one of `run_id`. parameters: nested plain values, as in config.json."""
+        ...
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """A committed round, as in metrics.jsonl; its numbers are logged at step = round."""
+        ...
+
+    def artifact(self, path: str) -> None:
+        """A local file that belongs to the run."""
+        ...
+
+    def finish(self, status: Status) -> None:
+        """Flush within a deadline and close the run."""
+        ...
+
+    def run_id(self, timeout_seconds: float) -> str | None:
+        """The store's name of the run once it has one; None if it has none in that time, or never will."""
+        ...
+
+
+class NullTracker:
+    """Follows nothing."""
+
+    def start(self, name: str, parameters: Mapping[str, Any], tags: Mapping[str, str], run_id: str | None) -> None:
+        """Nothing begins."""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Nothing is logged."""
+
+    def artifact(self, path: str) -> None:
+        """Nothing is kept."""
+
+    def finish(self, status: Status) -> None:
+        """Nothing ends."""
+
+    def run_id(self, timeout_seconds: float) -> str | None:
+        """No run, no name."""
+        return None
+
+
+class DictTracker:
+    """Keeps everything in memory: for tests and notebooks."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.parameters: dict[str, Any] = {}
+        self.tags: dict[str, str] = {}
+        self.records: list[dict[str, Any]] = []
+        self.artifacts: list[str] = []
+        self.status: Status | None = None
+        self._run_id: str | None = None
+
+    def start(self, name: str, parameters: Mapping[str, Any], tags: Mapping[str, str], run_id: str | None) -> None:
+        """Remember what the run is."""
+        self.name, self.parameters, self.tags, self._run_id = name, flatten(parameters), dict(tags), run_id or name
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Append the record; one of a round already there replaces it and what followed, as in a resumed run's file."""
+        self.records = [kept for kept in self.records if kept["round"] < record["round"]] + [dict(record)]
+
+    def artifact(self, path: str) -> None:
+        """Append the path."""
+        self.artifacts.append(path)
+
+    def finish(self, status: Status) -> None:
+        """Remember how it ended."""
+        self.status = status
+
+    def run_id(self, timeout_seconds: float) -> str | None:
+        """The run's name, or the id it was continued with."""
+        return self._run_id
+
+
+class MlflowTracker:
+    """One MLflow run, written by one background thread.
+
+    The first failure earns one warning and turns the tracker off; training goes on and metrics.jsonl has every round.
+    uri: an absolute tracking URI (`tracking_uri`); warn: takes that one sentence, by default a logger.
+    """
+
+    def __init__(self, uri: str, experiment: str = "ray_muloco", *, warn: Callable[[str], None] | None = None, flush_seconds: float = FLUSH_SECONDS) -> None:
+        self.uri, self.experiment = uri, experiment
+        self._warn = warn or _logger.warning
+        self._flush_seconds = flush_seconds
+        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(QUEUE_ITEMS)
+        self._begin: tuple[str, dict[str, Any], dict[str, str], str | None] | None = None
+        self._thread: threading.Thread | None = None
+        self._thread_lock = threading.Lock()
+        self._known = threading.Event()  # the run id is known, or never will be
+        self._run_id: str | None = None
+        self._patience_ends: float | None = None
+        self._off = False
+        self._num_dropped = 0
+
+    def start(self, name: str, parameters: Mapping[str, Any], tags: Mapping[str, str], run_id: str | None) -> None:
+        """Remember what the run is; the thread starts with the first thing there is to write."""
+        self._begin = (name, flatten(parameters), dict(tags), run_id)
+        self._run_id = run_id
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Queue a round; dropped, and counted, when the store is thousands of rounds behind."""
+        self._put("round", (time.time_ns() // 1_000_000, dict(record)))
+
+    def artifact(self, path: str) -> None:
+        """Queue a file; it is read when its turn comes."""
+        self._put("artifact", path)
+
+    def run_id(self, timeout_seconds: float) -> str | None:
+        """The MLflow run id. All calls together wait `timeout_seconds`: a store that hangs costs that once, not every checkpoint."""
+        if self._begin is None or self._off:
+            return self._run_id
+        self._ensure_thread()
+        if self._patience_ends is None:
+            self._patience_ends = time.monotonic() + timeout_seconds
+        self._known.wait(min(timeout_seconds, max(0.0, self._patience_ends - time.monotonic())))
+        return self._run_id
+
+    def finish(self, status: Status) -> None:
+        """Write what is queued and close the run, within the flush deadline."""
+        if self._begin is None:
+            return
+        deadline = time.monotonic() + self._flush_seconds
+        self._put("end", status, patience_seconds=self._flush_seconds)
+        if self._thread is not None:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+            if self._thread.is_alive():
+                self._turn_off(f"did not take everything within {self._flush_seconds:.0f} s")
+        if self._num_dropped and not self._off:
+            self._warn(f"MLflow at {redacted(self.uri)} was too slow: {self._num_dropped} items were not logged there; metrics.jsonl has every round")
+        self._begin = None
+
+    # ---- the training's side
+
+    def _put(self, kind: str, payload: Any, patience_seconds: float = 0.0) -> None:
+        if self._begin is None or self._off:
+            return
+        self._ensure_thread()
+        try:
+            self._queue.put((kind, payload), block=patience_seconds > 0, timeout=patience_seconds or None)
+        except queue.Full:
+            self._num_dropped += 1
+
+    def _ensure_thread(self) -> None:
+        with self._thread_lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
+                self._thread.start()
+
+    def _turn_off(self, why: str) -> None:
+        with self._thread_lock:
+            if self._off:
+                return
+            self._off = True
+        self._warn(f"MLflow tracking is off for the rest of this run: {redacted(self.uri)} {why}; metrics.jsonl has every round")
+
+    # ---- the thread's side
+
+    def _work(self) -> None:
+        assert self._begin is not None
+        try:
+            with _quiet_loggers() as quieten:
+                run = _MlflowRun(self.uri, self.experiment, self._begin, self._warn, quieten)
+                self._run_id = run.run_id
+                self._known.set()
+                while not self._off and not self._write(run):
+                    pass
+        except Exception as error:  # any failure of a tracker is a warning, never the run's
+            self._turn_off(f"failed ({_first_line(error)})")
+        finally:
+            self._known.set()
+
+    def _write(self, run: _MlflowRun) -> bool:
+        """Write what is queued, many rounds in one call; whether the end was reached."""
+        rounds: list[tuple[int, dict[str, Any]]] = []
+        item: tuple[str, Any] | None = self._queue.get()
+        while item is not None and item[0] == "round":
+            rounds.append(item[1])
+            item = None
+            if len(rounds) < ROUNDS_A_BATCH:
+                with contextlib.suppress(queue.Empty):
+                    item = self._queue.get_nowait()
+        if rounds:
+            run.log(rounds)
+        if item is not None and item[0] == "artifact":
+            run.artifact(item[1])
+        if item is not None and item[0] == "end":
+            run.end(item[1])
+        return item is not None and item[0] == "end"
+
+
+class _MlflowRun:
+    """The MLflow run itself; lives on one thread."""
+
+    def __init__(
+        self, uri: str, experiment: str, begin: tuple[str, dict[str, Any], dict[str, str], str | None], warn: Callable[[str], None], quieten: Callable[[], None]
+    ) -> None:
+        # a training program does not phone home on its own account; a user who wants MLflow's telemetry sets this to false
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow.tracking import MlflowClient
+
+        quieten()
+        name, parameters, tags, run_id = begin
+        with _schema_lock(uri):  # MLflow's first call on a fresh database creates the schema, without a lock of its own
+            self._client = MlflowClient(uri)
+            experiment_id = self._experiment(uri, experiment)
+        found = self._find(run_id) if run_id else None
+        if run_id and found is None:
+            warn(f"MLflow run {run_id} no longer exists at {redacted(uri)}; the resumed run continues as a new one")
+        self._old_metrics: dict[str, dict[int, float]] | None = None
+        if found is not None:
+            self._old_metrics = {}
+            self._retrying(lambda: self._client.update_run(found.info.run_id, status="RUNNING"))
+        run = found or self._retrying(lambda: self._client.create_run(experiment_id, run_name=name))
+        self.run_id: str = run.info.run_id
+        self._log_parameters(parameters, dict(run.data.params))
+        self._log_tags(tags)
+
+    def log(self, rounds: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        """Metrics of several rounds in one transaction; (time in ms, record) each."""
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(key, value, timestamp, int(record.get("round", 0)))
+            for timestamp, record in rounds
+            for key, value in numbers_of(record).items()
+            if not self._has(key, int(record.get("round", 0)), value)
+        ]
+        for begin in range(0, len(metrics), 1000):
+            part = metrics[begin : begin + 1000]
+            try:
+                self._retrying(lambda part=part: self._client.log_batch(self.run_id, metrics=part))
+            except Exception:
+                finite = [metric for metric in part if abs(metric.value) < float("inf")]
+                if len(finite) == len(part):
+                    raise
+                # some stores refuse NaN or infinity; the finite numbers are still worth having
+                self._retrying(lambda finite=finite: self._client.log_batch(self.run_id, metrics=finite))
+
+    def artifact(self, path: str) -> None:
+        """Copy a file into the run."""
+        if os.path.exists(path):
+            self._retrying(lambda: self._client.log_artifact(self.run_id, path))
+
+    def end(self, status: Status) -> None:
+        """Close the run."""
+        self._retrying(lambda: self._client.set_terminated(self.run_id, status))
+
+    def _experiment(self, uri: str, name: str) -> str:
+        from mlflow.exceptions import MlflowException
+
+        def find_or_create() -> str:
+            experiment = self._client.get_experiment_by_name(name)
+            if experiment is None:
+                try:
+                    return self._client.create_experiment(name, artifact_location=_artifact_location(uri, name))
+                except MlflowException as error:  # another process was faster
+                    if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                        raise
+                    experiment = self._client.get_experiment_by_name(name)
+            if experiment is None or experiment.lifecycle_stage != "active":
+                raise RuntimeError(f"experiment {name!r} was deleted there; bring it back with `mlflow experiments restore`")
+            return experiment.experiment_id
+
+        return self._retrying(find_or_create)
+
+    def _find(self, run_id: str) -> Any:
+        """The run to continue, or None when the store has none of this id that is not deleted."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            run = self._retrying(lambda: self._client.get_run(run_id))
+        except MlflowException as error:
+            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                return None
+            raise
+        return run if run.info.lifecycle_stage == "active" else None
+
+    def _log_parameters(self, parameters: Mapping[str, Any], known: Mapping[str, str]) -> None:
+        """MLflow's parameters never change: a value that a resumed run changed (a longer budget) becomes a tag."""
+        from mlflow.entities import Param
+
+        values = {_name(key): str(value)[:PARAMETER_CHARACTERS] for key, value in parameters.items()}
+        fresh = [Param(key, value) for key, value in values.items() if key not in known]
+        for begin in range(0, len(fresh), PARAMETERS_A_BATCH):
+            part = fresh[begin : begin + PARAMETERS_A_BATCH]
+            self._retrying(lambda part=part: self._client.log_batch(self.run_id, params=part))
+        self._log_tags({f"resumed.{key}": value for key, value in values.items() if key in known and known[key] != value})
+
+    def _log_tags(self, tags: Mapping[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        items = [RunTag(_name(key), str(value)[:TAG_CHARACTERS]) for key, value in tags.items()]
+        for begin in range(0, len(items), PARAMETERS_A_BATCH):
+            part = items[begin : begin + PARAMETERS_A_BATCH]
+            self._retrying(lambda part=part: self._client.log_batch(self.run_id, tags=part))
+
+    def _has(self, key: str, step: int, value: float) -> bool:
+        """Whether a continued run already has this value at this step: rounds after its checkpoint are trained again."""
+        if self._old_metrics is None:
+            return False
+        if key not in self._old_metrics:
+            history = self._retrying(lambda: self._client.get_metric_history(self.run_id, key))
+            self._old_metrics[key] = {metric.step: metric.value for metric in sorted(history, key=lambda metric: metric.timestamp)}
+        old = self._old_metrics[key].get(step)
+        stored = max(-sys.float_info.max, min(value, sys.float_info.max)) if value == value else value  # as databases keep infinity
+        return old is not None and (old in (value, stored) or (old != old and value != value))
+
+    @staticmethod
+    def _retrying(call: Callable[[], _T]) -> _T:
+        """Call again while SQLite says that another process is writing, up to a deadline."""
+        deadline, pause = time.monotonic() + LOCKED_DEADLINE_SECONDS, 0.05
+        while True:
+            try:
+                return call()
+            except Exception as error:
+                busy = re.search(r"database (table )?is locked|deadlock", str(error))
+                if not busy or time.monotonic() + pause > deadline:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, 2.0)
+
+
+def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record but its round, as MLflow takes them; None, text and lists are left out."""
+    return {_name(key): float(value) for key, value in record.items() if key != "round" and isinstance(value, Real)}
+
+
+# ---- stores
+
+
+def tracking_uri(storage_path: str, environment: Mapping[str, str] | None = None) -> str:
+    """MLFLOW_TRACKING_URI where it is set, else the database mlflow.db in `storage_path`, a local directory.
+
+    Always absolute: the processes of a run have different working directories, and must mean the same store.
+    """
+    given = (os.environ if environment is None else environment).get("MLFLOW_TRACKING_URI", "").strip()
+    if not given:
+        return f"sqlite:///{os.path.abspath(storage_path)}/mlflow.db"
+    if given.startswith("sqlite:///"):
+        return f"sqlite:///{os.path.abspath(given.removeprefix('sqlite:///'))}"
+    if "://" not in given and given != "databricks":
+        return f"file://{os.path.abspath(given.removeprefix('file:'))}"
+    return given
+
+
+def redacted(uri: str) -> str:
+    """The URI without a password, for messages."""
+    return re.sub(r"://([^/@:]*):[^/@]*@", r"://\1:…@", uri)
+
+
+def open_command(uri: str) -> str:
+    """What a user types, or opens, to see the runs of a store."""
+    scheme = urlsplit(uri).scheme
+    if scheme in ("http", "https"):
+        return redacted(uri)
+    if scheme == "file":  # MLflow's retired format: refused from 3.13 on unless asked for
+        return f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {shlex.quote(uri.removeprefix('file://'))}"
+    return f"mlflow ui --backend-store-uri {shlex.quote(redacted(uri))}"
+
+
+def old_runs_notice(uri: str, directories: Sequence[str]) -> str | None:
+    """A sentence for who has runs in MLflow's retired directory format beside these directories, else None."""
+    for directory in dict.fromkeys(os.path.abspath(directory) for directory in directories):
+        runs = os.path.join(directory, "mlruns")
+        if uri != f"file://{runs}" and _is_file_store(runs):
+            return f"MLflow runs are kept in {redacted(uri)}; the older ones in {runs} stay there: {open_command(f'file://{runs}')}"
+    return None
+
+
+def _is_file_store(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return any(os.path.isfile(os.path.join(entry.path, "meta.yaml")) for entry in os.scandir(path) if entry.is_dir())
+    return False
+
+
+def _sqlite_path(uri: str) -> str | None:
+    return unquote(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
+
+
+def _artifact_location(uri: str, experiment: str) -> str | None:
+    """Beside a SQLite database, since MLflow's default is ./mlruns of whichever process came first; else the server's choice."""
+    path = _sqlite_path(uri)
+    return f"file://{os.path.join(os.path.dirname(path), 'mlartifacts', experiment)}" if path else None
+
+
+@contextlib.contextmanager
+def _schema_lock(uri: str) -> Iterator[None]:
+    """One process at a time opens a SQLite store: concurrent first openings would each create and migrate the tables."""
+    path = _sqlite_path(uri)
+    if path is None:
+        yield
+        return
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(f"{path}.lock", "a") as lock:
+        deadline = time.monotonic() + LOCKED_DEADLINE_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{path}.lock was held for {LOCKED_DEADLINE_SECONDS:.0f} s") from None
+                time.sleep(0.05)
+            except OSError:  # a file system without locks: MLflow's own checks have to do
+                break
+        yield
+
+
+# ---- small things
+
+
+class _NotFromThread(logging.Filter):
+    """Drops what one thread logs: MLflow narrates its migrations and repeats as errors what it raises anyway."""
+
+    def __init__(self, thread: int) -> None:
+        super().__init__()
+        self._thread = thread
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.thread != self._thread
+
+
+@contextlib.contextmanager
+def _quiet_loggers() -> Iterator[Callable[[], None]]:
+    """While open, this thread's chatter through MLflow's loggers is dropped; call the value once MLflow has made its handlers."""
+    silence = _NotFromThread(threading.get_ident())
+    quiet: list[logging.Filterer] = [logging.getLogger(name) for name in ("urllib3.connectionpool", "alembic.runtime.migration")]
+
+    def add_handlers() -> None:
+        for name in ("mlflow", "alembic", "sqlalchemy.engine"):
+            quiet.extend(logging.getLogger(name).handlers)
+        for place in quiet:
+            place.addFilter(silence)
+
+    try:
+        yield add_handlers
+    finally:
+        for place in quiet:
+            place.removeFilter(silence)
+
+
+def _name(key: str) -> str:
+    """A name MLflow takes: letters, digits and _ - . / : space."""
+    return re.sub(r"[^\w\-./: ]", "_", key)[:NAME_CHARACTERS]
+
+
+def _first_line(error: BaseException) -> str:
+    text = redacted(str(error).strip()).splitlines() or [""]
+    return f"{type(error).__name__}: {text[0]}"[:400]
