@@ -1,0 +1,348 @@
+"""Checkpoints: one directory is one committed round, and exists from the moment its manifest does.
+
+    checkpoints/
+      round-000012/
+        model.safetensors        θ by parameter name
+        outer.safetensors        u by parameter name
+        replica-0.safetensors    inner state of replica 0, written by that replica
+        …
+        manifest.json            integers of the commit, config, size and SHA-256 of every file above
+
+Everything that decides what comes next (θ, u, cursor, inner states) lies in one directory under one manifest, so a resumed
+run can never combine the model of one commit with the data position of another. The order of writes is the guarantee:
+files (each synced to disk), then the manifest in one instant, then old checkpoints go, manifest first. A process killed
+anywhere in between leaves complete checkpoints and directories without a manifest, and those do not exist.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ray_muloco.errors import ConfigError, RunError
+from ray_muloco.training.locations import DirectoryStorage, Storage, join, open_storage
+from ray_muloco.training.tensorfile import FileRecord, hash_stream, read_tensor_file, write_tensor_stream
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+MODEL_FILE = "model.safetensors"
+OUTER_FILE = "outer.safetensors"
+FORMAT_VERSION = 1
+_WRITER = "writer.json"
+_NAME = re.compile(r"round-(\d{6,})(?:-(\d+))?")
+
+
+def write_tensors(
+    location: str, checkpoint_name: str, file_name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], staging_dir: str
+) -> FileRecord:
+    """Write one file of a checkpoint that `CheckpointStore.begin` has named; from any process that sees the location.
+
+    The record goes to whoever commits. Raises RunError `storage`, in particular where the location is not visible here.
+    """
+    storage = open_storage(location)
+    return storage.create(f"{checkpoint_name}/{file_name}", lambda stream: write_tensor_stream(stream, file_name, tensors, metadata), staging_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRef:
+    """A complete checkpoint; small and picklable, so that replicas can read their own file."""
+
+    path: str
+    """Directory or URI."""
+    round: int
+    """The committed round."""
+    manifest: dict[str, Any]
+    staging_dir: str = ""
+    """Local directory for downloads; empty means the system's temporary directory."""
+
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint's directory."""
+        return self.path.partition("?")[0].rstrip("/").rpartition("/")[2]
+
+    @property
+    def files(self) -> dict[str, FileRecord]:
+        """The checkpoint's files by name."""
+        return {entry["name"]: FileRecord(**entry) for entry in self.manifest["files"]}
+
+    def read_tensors(self, file_name: str, verify: bool = True) -> dict[str, Tensor]:
+        """The tensors of one file. They are mapped from it: copy what is to be kept.
+
+        verify=False skips the hash of a local file; a download is always checked. Raises RunError `checkpoint` naming a
+        file that is missing or damaged.
+        """
+        expected = self._record(file_name)
+        storage = open_storage(self.path)
+        if isinstance(storage, DirectoryStorage):
+            if verify:
+                self.verify([file_name])
+            elif storage.size(file_name) != expected.num_bytes:
+                raise self._damaged(expected, "its size has changed")
+            return read_tensor_file(os.path.join(storage.location, file_name))
+        if self.staging_dir:
+            os.makedirs(self.staging_dir, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=self.staging_dir or None, suffix=".stage") as copy:
+            with storage.open(file_name) as source:
+                self._compare(expected, hash_stream(source, file_name, copy_to=copy))
+            copy.flush()
+            return read_tensor_file(copy.name)  # the mapping outlives the name
+
+    def verify(self, file_names: Iterable[str] = ()) -> None:
+        """Hash the named files, or all; raises RunError `checkpoint` naming the first that is not what was written."""
+        records = [self._record(name) for name in file_names] or list(self.files.values())
+        storage = open_storage(self.path)
+
+        def check(expected: FileRecord) -> None:
+            size = storage.size(expected.name)
+            if size != expected.num_bytes:
+                raise self._damaged(expected, "it is missing" if size is None else f"it has {size} bytes instead of {expected.num_bytes}")
+            with storage.open(expected.name) as source:
+                self._compare(expected, hash_stream(source, expected.name))
+
+        if len(records) == 1:
+            check(records[0])
+        else:
+            with concurrent.futures.ThreadPoolExecutor(min(4, len(records) or 1)) as pool:
+                list(pool.map(check, records))
+
+    def _record(self, file_name: str) -> FileRecord:
+        files = self.files
+        if file_name not in files:
+            raise RunError("checkpoint", f"{self.path} has no file {file_name}; it has {', '.join(sorted(files))}")
+        return files[file_name]
+
+    def _compare(self, expected: FileRecord, found: FileRecord) -> None:
+        if found != expected:
+            raise self._damaged(expected, f"its SHA-256 is {found.sha256[:12]}… instead of {expected.sha256[:12]}…")
+
+    def _damaged(self, expected: FileRecord, how: str) -> RunError:
+        return RunError("checkpoint", f"{join(self.path, expected.name)} is damaged: {how}")
+
+
+class CheckpointStore:
+    """The checkpoints of one run, by its only writer.
+
+    location: directory or URI that holds them and nothing else. staging_dir: local directory for uploads and downloads.
+    keep: complete checkpoints that stay, at least 1.
+    """
+
+    def __init__(self, location: str, *, staging_dir: str, keep: int) -> None:
+        if keep < 1:
+            raise ConfigError("checkpoint.keep", keep, "must be an integer of at least 1")
+        self._storage = open_storage(location)
+        self.location = self._storage.location
+        self.staging_dir, self.keep = os.path.abspath(staging_dir), keep
+        self._begun: set[str] = set()
+        self._verified: set[str] = set()
+        self._claim = b""
+
+    # ---- writing
+
+    def begin(self, round_number: int) -> str:
+        """Name of a new, empty checkpoint directory; what unfinished saves left behind is removed.
+
+        The name is one that no directory here has, complete or not: a replica still writing for a save that was given up
+        cannot touch this one. A round written again (after its first checkpoint proved damaged) gets a suffix.
+        """
+        self._claim_writing()
+        names = [name for name in self._storage.list_names() if _NAME.fullmatch(name)]
+        attempts = [_order(name)[1] for name in names if _order(name)[0] == round_number]
+        name = f"round-{round_number:06d}" + (f"-{max(attempts) + 1}" if attempts else "")
+        self._begun = {other for other in self._begun if _order(other)[0] != round_number}
+        for other in names:
+            if other not in self._begun and self._storage.size(f"{other}/{MANIFEST}") is None:
+                self._storage.delete_tree(other)
+        self._storage.make_directory(name)
+        self._begun.add(name)
+        return name
+
+    def commit(self, checkpoint_name: str, manifest: Mapping[str, Any], files: Iterable[FileRecord]) -> CheckpointRef:
+        """Make a checkpoint exist: all its files are checked to be there, then the manifest is written, then old ones go.
+
+        manifest: JSON values; `round`, `name`, `files` and `format_version` are set here. Raises RunError `storage` when a
+        file is not visible from here, `fenced` when another process has begun to write this run.
+        """
+        records = sorted(files, key=lambda record: record.name)
+        for record in records:
+            size = self._storage.size(f"{checkpoint_name}/{record.name}")
+            if size != record.num_bytes:
+                raise RunError(
+                    "storage",
+                    f"{record.name} of {join(self.location, checkpoint_name)} has {size} bytes as seen from the coordinator, {record.num_bytes} were written",
+                )
+        content = {
+            **manifest,
+            "round": _order(checkpoint_name)[0],
+            "name": checkpoint_name,
+            "format_version": FORMAT_VERSION,
+            "files": [asdict(record) for record in records],
+        }
+        self._check_claim()
+        self._storage.write_bytes(f"{checkpoint_name}/{MANIFEST}", _encode(content))
+        self._begun.discard(checkpoint_name)
+        self._verified.add(checkpoint_name)
+        self._prune(checkpoint_name)
+        return CheckpointRef(join(self.location, checkpoint_name), content["round"], json.loads(json.dumps(content)), self.staging_dir)
+
+    def _prune(self, newest: str) -> None:
+        """Leave `newest` and the complete checkpoints of the rounds before it, `keep` in all.
+
+        Later rounds and other saves of this round go too: they belong to a history that a run fell back from. Failures are told, not raised: a checkpoint that cannot be deleted is no reason to stop training.
+        """
+        try:
+            older = [ref.name for ref in self.all() if ref.round < _order(newest)[0]]
+            kept = {newest, *older[max(0, len(older) - self.keep + 1) :]}
+            for name in self._storage.list_names():
+                if _NAME.fullmatch(name) and name not in kept and name not in self._begun:
+                    self._storage.delete_file(f"{name}/{MANIFEST}")
+                    self._storage.delete_tree(name)
+        except RunError as error:
+            logger.warning("old checkpoints were left at %s: %s", self.location, error.detail)
+
+    def _claim_writing(self) -> None:
+        """Say once, where all who share the location can read it, that this store writes now: the last one to say so does."""
+        if not self._claim:
+            self._storage.make_directory("")
+            self._claim = json.dumps({"writer": secrets.token_hex(8), "host": socket.gethostname(), "pid": os.getpid()}).encode()
+            self._storage.write_bytes(_WRITER, self._claim)
+
+    def _check_claim(self) -> None:
+        found = self._storage.read_bytes(_WRITER)
+        if self._claim and found != self._claim:
+            other = json.loads(found) if found else {}
+            raise RunError("fenced", f"the run at {self.location} was taken over by process {other.get('pid')} on {other.get('host')}")
+
+    # ---- reading
+
+    def all(self) -> list[CheckpointRef]:
+        """The complete checkpoints, oldest first. Their files are not read."""
+        names = sorted((name for name in self._storage.list_names() if _NAME.fullmatch(name)), key=_order)
+        refs = [_read_ref(self._storage, name, self.staging_dir) for name in names]
+        return [ref for ref in refs if ref is not None]
+
+    def latest(self, verify: bool = True) -> CheckpointRef | None:
+        """The newest complete checkpoint, None if there is none.
+
+        verify: hash every file (once a process), and fall back, with a warning, from a damaged checkpoint to the one before.
+        Raises RunError `checkpoint` when there are checkpoints but every one is damaged: that is no new run.
+        """
+        damage = ""
+        for ref in reversed(self.all()):
+            try:
+                if verify and ref.name not in self._verified:
+                    ref.verify()
+                    self._verified.add(ref.name)
+                return ref
+            except RunError as error:
+                damage = error.detail
+                logger.warning("checkpoint of round %d is passed over: %s", ref.round, damage)
+        if damage:
+            raise RunError("checkpoint", f"no checkpoint at {self.location} can be read; {damage}")
+        return None
+
+
+def _order(checkpoint_name: str) -> tuple[int, int]:
+    """Round and attempt of a checkpoint directory's name."""
+    match = _NAME.fullmatch(checkpoint_name)
+    if match is None:
+        raise ValueError(f"{checkpoint_name!r} is no checkpoint name; it must be one that begin() returned")
+    return int(match[1]), int(match[2] or 0)
+
+
+def _encode(content: Mapping[str, Any]) -> bytes:
+    """A manifest as it is stored: readable JSON, its last key the SHA-256 of the rest."""
+    plain = json.loads(json.dumps(content))
+    return json.dumps({**plain, "sha256": _digest(plain)}, indent=1).encode()
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _read_ref(storage: Storage, name: str, staging_dir: str) -> CheckpointRef | None:
+    """The checkpoint in a directory (name "" for the storage's own), None if it has no manifest or not a whole one."""
+    data = storage.read_bytes(f"{name}/{MANIFEST}" if name else MANIFEST)
+    if data is None:
+        return None
+    path = join(storage.location, name) if name else storage.location
+    try:
+        manifest = json.loads(data)
+        if manifest.pop("sha256") != _digest(manifest):
+            raise ValueError("its content does not match its SHA-256")
+        return CheckpointRef(path, manifest["round"], manifest, staging_dir)
+    except (ValueError, KeyError, AttributeError) as error:
+        logger.warning("%s is damaged (%s): the checkpoint is passed over", join(path, MANIFEST), error)
+        return None
+
+
+def open_checkpoint(location: str, *, field: str = "checkpoint") -> CheckpointRef:
+    """The checkpoint at a path or URI: a checkpoint's directory, or a run's or its checkpoints/ (then the newest one).
+
+    Raises ConfigError naming `field` where there is none, RunError `checkpoint` where every one is damaged.
+    """
+    storage = open_storage(location, field=field)
+    ref = _read_ref(storage, "", "")
+    if ref is not None:
+        return ref
+    for directory in (storage.location, join(storage.location, "checkpoints")):
+        found = CheckpointStore(directory, staging_dir=tempfile.gettempdir(), keep=1).latest()
+        if found is not None:
+            return found
+    names = storage.list_names()
+    seen = "there is nothing at this location" if not names else f"it holds {', '.join(names[:5])}{' …' if len(names) > 5 else ''} and no {MANIFEST}"
+    raise ConfigError(field, location, "must be a complete checkpoint, or a run that has one", seen)
+
+
+# ---- weights alone
+
+
+def export_weights(checkpoint: CheckpointRef, output: str) -> None:
+    """Write θ and the configuration of a checkpoint to a directory or URI, as model.safetensors and config.json.
+
+    config.json is what `TrainConfig.from_dict` reads; `load_weights`, or any safetensors reader, opens the result.
+    """
+    tensors = checkpoint.read_tensors(MODEL_FILE)
+    config = checkpoint.manifest.get("config")
+    if config is None:
+        raise RunError("checkpoint", f"the manifest of {checkpoint.path} holds no config")
+    storage = open_storage(output, field="output")
+    storage.make_directory("")
+    metadata = {"format": "pt", "round": str(checkpoint.round)}
+    storage.create(MODEL_FILE, lambda stream: write_tensor_stream(stream, MODEL_FILE, tensors, metadata), checkpoint.staging_dir or tempfile.gettempdir())
+    storage.write_bytes("config.json", json.dumps(config, indent=2).encode())
+
+
+def load_weights(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Configuration and named tensors θ that `export_weights` wrote, from a directory or URI; needs no Ray.
+
+        config, tensors = load_weights("exported")
+        config = TrainConfig.from_dict(config)
+        model = build_model(config.model, seed=0, separator_id=256)
+        model.load_state_dict(tensors, strict=False)   # a tied head is in the file once
+
+    Raises ConfigError where there are no exported weights.
+    """
+    storage = open_storage(path, field="weights")
+    config = storage.read_bytes("config.json")
+    if config is None or storage.size(MODEL_FILE) is None:
+        raise ConfigError("weights", path, f"must be a directory with {MODEL_FILE} and config.json", "export_weights makes one from a checkpoint")
+    if isinstance(storage, DirectoryStorage):
+        return json.loads(config), read_tensor_file(os.path.join(storage.location, MODEL_FILE))
+    with tempfile.NamedTemporaryFile(suffix=".stage") as copy:
+        with storage.open(MODEL_FILE) as source:
+            hash_stream(source, MODEL_FILE, copy_to=copy)
+        copy.flush()
+        return json.loads(config), read_tensor_file(copy.name)
