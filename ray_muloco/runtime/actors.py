@@ -1,0 +1,196 @@
+"""The two actors. Their methods forward; what they forward to imports torch, and does so in the actor's process only.
+
+Ray names an actor's process after its class: `ray::ReplicaActor`, `ray::CoordinatorActor`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from ray_muloco.config import TrainConfig
+from ray_muloco.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from ray_muloco.runtime.links import ReplicaLink, Wiring
+    from ray_muloco.training.checkpoint import FileRecord
+    from ray_muloco.training.group import CheckpointTarget
+    from ray_muloco.training.plan import ReplicaReport, SegmentPlan
+    from ray_muloco.training.replica import Replica
+
+NAMESPACE = "ray_muloco"
+FETCH_SECONDS = 60.0
+FILES, CONTROL = "files", "control"
+
+
+class ReplicaActor:
+    """A replica in a process of its own. Phases run on one thread; files are written and awaited on another."""
+
+    def __init__(self, replica_id: int) -> None:
+        self.replica_id = replica_id
+        self.link: ReplicaLink | None = None
+        self._files = ThreadPoolExecutor(1)
+        self._saving: Future[FileRecord] | None = None
+
+    def hardware(self) -> dict[str, Any]:
+        """Where this replica is and what it computes with; imports torch, so that the next call finds it there."""
+        from ray_muloco.core.precision import native_bf16
+
+        return {"node_id": ray.get_runtime_context().get_node_id(), "host": ray.util.get_node_ip_address(), "native_bf16": native_bf16(self._device())}
+
+    def build(self, config: TrainConfig, data_dir: str, fingerprint: str, probe: tuple[str, str], inner_state: Callable[[], dict[str, Any]] | None) -> None:
+        """Make the model, read the data, restore the inner state."""
+        from ray_muloco.runtime.setup import build_replica
+
+        self.replica: Replica = build_replica(config, self.replica_id, self._device(), data_dir, fingerprint, probe)
+        if inner_state is not None:
+            self.replica.load_state_tensors(inner_state())
+
+    def join(self, wiring: Wiring) -> None:
+        """Leave the old generation's groups, if any, and enter the new one's."""
+        from ray_muloco.runtime.links import ReplicaLink
+
+        self.leave()
+        self.link = ReplicaLink(wiring)
+
+    def leave(self) -> None:
+        """Close the groups of the current generation."""
+        if self.link is not None:
+            self.link.close()
+        self.link = None
+
+    def run_inner(self, plan: SegmentPlan) -> ReplicaReport:
+        """The inner phase of a plan; data-parallel replicas average gradients on the way."""
+        average = self.link.average_ if self.link is not None and self.replica.config.is_data_parallel else None
+        return self.replica.run_inner(plan, average)
+
+    def contribute(self, scale: float) -> None:
+        """Join the exchange with scale · Δ; a scale of 0 takes part and adds nothing, whatever Δ is."""
+        assert self.link is not None
+        end = self.replica.flat if scale else self.replica.theta
+        self.link.contribute(self.replica.theta, end, scale or 1.0)
+
+    def hand_over(self) -> None:
+        """Send this replica's parameters to the coordinator (data-parallel methods)."""
+        assert self.link is not None
+        self.link.hand_over(self.replica.flat)
+
+    def receive(self) -> int:
+        """Take θ from the coordinator and begin from it; returns its digest."""
+        assert self.link is not None
+        theta_digest = self.link.receive_(self.replica.theta)
+        self.replica.adopt()
+        return theta_digest
+
+    def roll_back(self) -> None:
+        """Forget the last inner phase."""
+        self.replica.roll_back()
+
+    def reset_inner_state(self) -> None:
+        """Begin the inner optimizer anew."""
+        self.replica.reset_inner_state()
+
+    def evaluate(self, sequence_numbers: Sequence[int]) -> dict[int, tuple[float, int]]:
+        """Nats and bytes of validation sequences under θ."""
+        return self.replica.evaluate(sequence_numbers)
+
+    def save(self, target: CheckpointTarget) -> None:
+        """Copy the state now; write it on the files thread."""
+        from ray_muloco.training.group import write_replica
+
+        self._saving = self._files.submit(write_replica, target, self.replica_id, self.replica.state_tensors())
+
+    @ray.method(concurrency_group=FILES)
+    def saved(self, timeout: float) -> FileRecord:
+        """The record of the file that `save` began."""
+        assert self._saving is not None
+        return self._saving.result(timeout)
+
+    def _device(self) -> str:
+        return "cuda" if ray.get_gpu_ids() else "cpu"
+
+
+class CoordinatorActor:
+    """The run, off the driver: a lost driver connection is not a lost run.
+
+    `start` begins the session on a thread of its own; the driver polls `events` and asks it to stop. When the session has
+    ended and nobody fetched its outcome for a minute, the process ends by itself.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[tuple[str, Any]] = []
+        self._outcome: tuple[str, Any] | None = None
+        self._stop = threading.Event()
+        self._fetched = threading.Event()
+        self._begun = False
+
+    def start(self, config: TrainConfig, exit_unfetched: bool) -> bool:
+        """Begin the session once; False when it has begun before."""
+        if self._begun:
+            return False
+        self._begun = True
+        threading.Thread(target=self._run, args=(config, exit_unfetched), name="session", daemon=True).start()
+        return True
+
+    def _run(self, config: TrainConfig, exit_unfetched: bool) -> None:
+        try:
+            from ray_muloco.runtime.setup import run_on_ray
+
+            self._outcome = ("result", run_on_ray(config, self, self._stop.is_set))
+        except (ConfigError, RunError) as error:
+            self._outcome = ("error", error)
+        except Exception as error:  # the driver, another process, raises it with the traceback as text
+            self._outcome = ("error", RunError("the coordinator failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        if exit_unfetched and not self._fetched.wait(FETCH_SECONDS):
+            os._exit(0)
+
+    # Listener: called by the session, on its thread
+
+    def info(self, info: dict[str, Any]) -> None:
+        """What the run is."""
+        self._events.append(("info", info))
+
+    def round(self, record: dict[str, Any]) -> None:
+        """A committed round."""
+        self._events.append(("round", record))
+
+    def message(self, text: str) -> None:
+        """A sentence for people."""
+        self._events.append(("message", text))
+
+    # Control: called by the driver, while the session runs
+
+    @ray.method(concurrency_group=CONTROL)
+    def events(self, begin: int, wait_seconds: float) -> tuple[list[tuple[str, Any]], tuple[str, Any] | None]:
+        """Events from number `begin` on and the outcome, if there is one; waits a little for news."""
+        deadline = time.monotonic() + wait_seconds
+        while len(self._events) <= begin and self._outcome is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        outcome = self._outcome
+        if outcome is not None:
+            self._fetched.set()
+        return self._events[begin:], outcome
+
+    @ray.method(concurrency_group=CONTROL)
+    def request_stop(self) -> None:
+        """Stop at the next commit, with a checkpoint."""
+        self._stop.set()
+
+
+def replica_actor(num_cpus: float, num_gpus: float) -> Any:
+    """The remote class of replicas, with a thread for files beside the one for phases; a dead one is not restarted empty."""
+    return ray.remote(ReplicaActor).options(num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0, concurrency_groups={FILES: 1})
+
+
+def coordinator_actor(name: str, detached: bool) -> Any:
+    """The remote class of the coordinator, named so that the same command finds a run that is still going on."""
+    return ray.remote(CoordinatorActor).options(
+        name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=0, concurrency_groups={CONTROL: 4}, lifetime="detached" if detached else None
+    )

@@ -1,0 +1,172 @@
+"""fit: train a configuration on Ray, wherever Ray is.
+
+Uses the Ray already initialised in this process (and never stops that), else the cluster of RAY_ADDRESS, else a private
+local one, which it stops. The run itself lives in a coordinator actor; this process follows it and asks it to stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from ray_muloco.config import TrainConfig
+from ray_muloco.errors import ConfigError, RunError
+from ray_muloco.runtime.actors import NAMESPACE, coordinator_actor
+from ray_muloco.runtime.capacity import MAX_REPLICAS_A_CORE, num_placeable
+from ray_muloco.training import preflight
+from ray_muloco.training.metrics import Result
+from ray_muloco.training.preflight import result_of, with_threads
+from ray_muloco.training.signals import stop_signals
+
+OBJECT_STORE_BYTES = 100 * 2**20  # tensors travel by collectives; the store carries plans and reports
+POLL_SECONDS = 0.5
+ANSWER_SECONDS = 60.0
+
+__all__ = ["Result", "fit"]
+
+
+class Silent:
+    """A listener that says nothing."""
+
+    def info(self, info: dict[str, Any]) -> None:
+        """Ignored."""
+
+    def round(self, record: dict[str, Any]) -> None:
+        """Ignored."""
+
+    def message(self, text: str) -> None:
+        """Ignored."""
+
+
+def fit(config: TrainConfig, *, listener: Any = None) -> Result:
+    """Train to the end of the token budget, or resume and do so; SIGINT and SIGTERM stop it at a commit, with a checkpoint.
+
+    listener: an object with info(dict), round(record), message(text), called as the run goes on (training.ledger.Listener).
+    Returns a Result whose status is `finished` or `stopped`. Raises ConfigError for bad input, before any work is lost,
+    and RunError when the run gave up, with the checkpoint to resume from.
+    """
+    listener = listener or Silent()
+    checked = preflight.check(config)
+    if checked.finished_result is not None:
+        listener.message(f"run {checked.config.run_name} is finished; nothing to do ({checked.run_path})")
+        return result_of(checked.finished_result, checked.run_path)
+    with _cluster(checked.config) as (config, joined), stop_signals() as stopping:
+        summary = _follow(config, joined, listener, stopping)
+    return result_of(summary, checked.run_path)
+
+
+# ---- the cluster
+
+
+@contextlib.contextmanager
+def _cluster(config: TrainConfig) -> Iterator[tuple[TrainConfig, bool]]:
+    """A connected Ray, the configuration with threads chosen for it, and whether others share it."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    private = not ray.is_initialized() and not address
+    if private:
+        config = with_threads(config, os.cpu_count() or 1)
+        _start_private(config)
+    elif not ray.is_initialized():
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    try:
+        if not private:
+            config = with_threads(config, int(ray.cluster_resources().get("CPU", 1)))
+        _refuse_unplaceable(config)
+        yield config, not private
+    finally:
+        if private:
+            ray.shutdown()
+
+
+def _start_private(config: TrainConfig) -> None:
+    """A local Ray with as many logical CPUs as the run asks for, within reason."""
+    cores = os.cpu_count() or 1
+    wanted = config.scaling.num_replicas * config.scaling.threads_per_replica
+    limit = cores * MAX_REPLICAS_A_CORE
+    if wanted > limit:
+        raise ConfigError(
+            "scaling.num-replicas", config.scaling.num_replicas, f"must be at most {limit // config.scaling.threads_per_replica} on this machine of {cores} cores ({config.scaling.threads_per_replica} threads a replica)",
+            "use fewer replicas, or a cluster by RAY_ADDRESS",
+        )  # fmt: skip
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray leaves a token in the home directory, which later clusters then demand
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(
+        address="local", num_cpus=max(cores, wanted), include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+        object_store_memory=OBJECT_STORE_BYTES, namespace=NAMESPACE,
+    )  # fmt: skip
+
+
+def _refuse_unplaceable(config: TrainConfig) -> None:
+    """Refuse a run that the cluster could never hold, in seconds and with the fix."""
+    scaling = config.scaling
+    placeable = num_placeable({"CPU": max(1, scaling.threads_per_replica), "GPU": scaling.gpus_per_replica})
+    if placeable is not None and placeable < scaling.fewest_replicas:
+        raise ConfigError(
+            "scaling.num-replicas", scaling.num_replicas,
+            f"the cluster could hold {placeable} replicas of {scaling.threads_per_replica} CPUs and {scaling.gpus_per_replica:g} GPUs, {scaling.fewest_replicas} are needed",
+            "use fewer replicas, set --scaling.threads-per-replica or --scaling.min-replicas, or add nodes",
+        )  # fmt: skip
+
+
+# ---- the run
+
+
+def _follow(config: TrainConfig, joined: bool, listener: Any, stopping: Callable[[], bool]) -> dict[str, Any]:
+    """Start the coordinator, or find it still running, and relay what it says until it ends."""
+    name = f"coordinator-{run_key(config)}"
+    coordinator, attached = _find_or_start(name, config, joined)
+    if attached:
+        listener.message(f"run {config.run_name} is already going on; following it")
+    seen, asked = 0, False
+    try:
+        while True:
+            if stopping() and not asked:
+                listener.message("stopping at the next commit, with a checkpoint")
+                coordinator.request_stop.remote()
+                asked = True
+            events, outcome = ray.get(coordinator.events.remote(seen, POLL_SECONDS), timeout=ANSWER_SECONDS)
+            for kind, value in events:
+                getattr(listener, kind)(value)
+            seen += len(events)
+            if outcome is not None and not events:
+                return _unwrap(outcome)
+    except RayActorError as error:
+        raise RunError("the coordinator died", str(error).splitlines()[0], newest_checkpoint(config)) from error
+    except GetTimeoutError as error:
+        raise RunError("the coordinator is silent", f"it did not answer for {ANSWER_SECONDS:.0f} s", newest_checkpoint(config)) from error
+    finally:
+        with contextlib.suppress(RayActorError):
+            ray.kill(coordinator)
+
+
+def _find_or_start(name: str, config: TrainConfig, joined: bool) -> tuple[Any, bool]:
+    if joined:
+        with contextlib.suppress(ValueError):
+            return ray.get_actor(name, namespace=NAMESPACE), True
+    coordinator = coordinator_actor(name, detached=joined).remote()
+    started = coordinator.start.remote(config, joined)
+    ray.get(started, timeout=config.scaling.placement_timeout_seconds)
+    return coordinator, False
+
+
+def _unwrap(outcome: tuple[str, Any]) -> dict[str, Any]:
+    kind, value = outcome
+    if kind == "error":
+        raise value
+    return value
+
+
+def run_key(config: TrainConfig) -> str:
+    """What names this run's coordinator on a cluster: two runs never share it."""
+    return hashlib.sha256(preflight.run_path_of(config).encode()).hexdigest()[:12]
+
+
+def newest_checkpoint(config: TrainConfig) -> str:
+    """The newest complete checkpoint of a run, found without its coordinator; empty when there is none."""
+    return preflight.newest_checkpoint(preflight.run_path_of(config))

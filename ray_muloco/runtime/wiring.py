@@ -1,0 +1,75 @@
+"""Who is in which group, generation by generation: the coordinator's side of links.py."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from ray_muloco.config import TrainConfig
+from ray_muloco.errors import ConfigError
+from ray_muloco.runtime.collectives import GLOO, NCCL, RAY_NCCL, Membership, StoreServer
+from ray_muloco.runtime.links import Wiring
+
+FABRIC_BACKENDS = {"nccl": NCCL, "ray-nccl": RAY_NCCL}
+
+
+def choose_fabric(collective: str, gpus_per_replica: float, num_hosts: int) -> str:
+    """Backend of the replicas' own exchange group, or nothing for the Gloo star.
+
+    auto: NCCL when every replica has a GPU of its own and all sit in one host, which is one fabric for certain; replicas
+    of several hosts say nccl themselves if a fast network joins them. Raises ConfigError for nccl without GPUs.
+    """
+    if collective in FABRIC_BACKENDS:
+        if gpus_per_replica < 1:
+            raise ConfigError(
+                "scaling.collective", collective, "needs a GPU for each replica", "set --scaling.gpus-per-replica 1, or --scaling.collective gloo"
+            )
+        return FABRIC_BACKENDS[collective]
+    return NCCL if collective == "auto" and gpus_per_replica >= 1 and num_hosts == 1 else ""
+
+
+class Wirer:
+    """Makes the memberships of each generation; hosts the run's rendezvous store."""
+
+    def __init__(self, config: TrainConfig, hardware: Mapping[int, Mapping[str, Any]], fabric: str | None = None) -> None:
+        """fabric: backend of the replicas' own exchange group; None chooses it from the configuration."""
+        self.config = config
+        scaling = config.scaling
+        hosts = {h["host"] for h in hardware.values()}
+        self.fabric = choose_fabric(scaling.collective, scaling.gpus_per_replica, len(hosts)) if fabric is None else fabric
+        self.store = StoreServer(ray.util.get_node_ip_address())
+        self.run_id = f"muloco-{secrets.token_hex(6)}"
+
+    def wire(self, generation: int, replicas: Sequence[int]) -> tuple[Membership, dict[int, Wiring]]:
+        """The coordinator's membership in a generation, and the wiring of each replica. replicas: ids, ascending."""
+        in_main = list(replicas[:1]) if self.fabric else list(replicas)
+        backend = self.fabric or GLOO
+        need_peers = bool(self.fabric) or (self.config.is_data_parallel and len(replicas) > 1)
+
+        def main(rank: int) -> Membership:
+            return self._membership(self.run_id, generation, len(in_main) + 1, rank, GLOO)
+
+        def peers(rank: int) -> Membership:
+            return self._membership(f"{self.run_id}-peers", generation, len(replicas), rank, backend)
+
+        wirings = {
+            k: Wiring(
+                generation=generation,
+                main=main(in_main.index(k) + 1) if k in in_main else None,
+                peers=peers(rank) if need_peers else None,
+                fabric=bool(self.fabric),
+            )
+            for rank, k in enumerate(replicas)
+        }
+        return main(0), wirings
+
+    def close(self) -> None:
+        """Stop the rendezvous store."""
+        self.store.close()
+
+    def _membership(self, run_id: str, generation: int, world_size: int, rank: int, backend: str) -> Membership:
+        timeout = self.config.scaling.collective_timeout_seconds
+        return Membership(self.store.address, run_id, generation, world_size, rank, timeout, backend)

@@ -1,0 +1,230 @@
+"""Replicas as the training loop sees them, and the member that keeps them all in this process.
+
+`ReplicaGroup` is the seam: the loop is written once over it. `LocalGroup` runs the replicas one after another, for tests,
+debugging and reading; `runtime.group.RayGroup` runs them as actors. Both follow the same phases and count the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from ray_muloco.config import TrainConfig
+from ray_muloco.core.outer import pseudogradient_
+from ray_muloco.core.params import digest
+from ray_muloco.data.dataset import Dataset
+from ray_muloco.training.checkpoint import FileRecord, write_tensors
+from ray_muloco.training.metrics import Traffic
+from ray_muloco.training.plan import ReplicaReport, SegmentPlan
+from ray_muloco.training.replica import Replica
+
+BYTES_PER_ELEMENT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class InnerOutcome:
+    """What an inner phase brought back: a report or a cause of loss for every replica that was asked."""
+
+    reports: Mapping[int, ReplicaReport]
+    lost: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeOutcome:
+    """Whose contributions are in the merged buffer, and who was lost on the way."""
+
+    merged: tuple[int, ...]
+    lost: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishOutcome:
+    """Digest of θ as each replica received it, and who was lost on the way."""
+
+    digests: Mapping[int, int]
+    lost: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTarget:
+    """Where the replicas' files of one checkpoint go."""
+
+    location: str
+    name: str
+    staging_dir: str
+
+
+class ReplicaGroup(Protocol):
+    """A changing set of replicas. `generation` numbers the membership; every method acts on the living ones."""
+
+    generation: int
+    traffic: Traffic
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Ids of the living replicas, ascending."""
+        ...
+
+    def start(self, config: TrainConfig, generation: int, inner_states: Mapping[int, Callable[[], dict[str, Tensor]]]) -> None:
+        """Make the replicas and give each its inner state (a function that reads it), where there is one."""
+        ...
+
+    def run_inner(self, plans: Mapping[int, SegmentPlan]) -> InnerOutcome:
+        """Every planned replica's inner phase, in parallel where the group can."""
+        ...
+
+    def exchange(self, weights: Mapping[int, float], out: Tensor) -> ExchangeOutcome:
+        """out <- Σ w_k Δ_k over the replicas named in weights (data-parallel: the lowest one's parameters).
+
+        Always a fresh sum over those that are left; nothing else moves.
+        """
+        ...
+
+    def publish(self, theta: Tensor, *, heal: bool = False) -> PublishOutcome:
+        """Give every living replica θ to begin from. heal: count the bytes as first or healing transfers."""
+        ...
+
+    def roll_back(self) -> None:
+        """Every living replica forgets an inner phase that will not commit."""
+        ...
+
+    def reset_inner_state(self, replica_ids: Sequence[int]) -> None:
+        """These replicas' inner optimizers begin anew."""
+        ...
+
+    def eject(self, replica_ids: Sequence[int]) -> None:
+        """Let these replicas go; the survivors form a new generation."""
+        ...
+
+    def evaluate(self, shares: Mapping[int, Sequence[int]]) -> dict[int, tuple[float, int]]:
+        """Nats and bytes of validation sequences by number; shares says which replica is to measure which."""
+        ...
+
+    def save(self, target: CheckpointTarget) -> Callable[[], dict[int, FileRecord]]:
+        """Copy every replica's state now, write it beside the training; the function returned waits for the files."""
+        ...
+
+    def close(self) -> None:
+        """End the replicas and give back all they hold."""
+        ...
+
+
+def replica_file(replica_id: int) -> str:
+    """File of a checkpoint that holds a replica's inner state."""
+    return f"replica-{replica_id}.safetensors"
+
+
+def inner_phase_traffic(config: TrainConfig, traffic: Traffic, num_params: int, num_replicas: int, num_steps: int) -> None:
+    """Count what data-parallel replicas exchange each step: a gradient up and its mean down, unless there is one replica."""
+    if config.is_data_parallel and num_replicas > 1:
+        payload = BYTES_PER_ELEMENT * num_params * num_replicas * num_steps
+        traffic.uplink_bytes += payload
+        traffic.downlink_bytes += payload
+
+
+class LocalGroup:
+    """All replicas in this process, one after another; sums run in order of replica id."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self.generation = 0
+        self.traffic = Traffic()
+        self.replicas: dict[int, Replica] = {}
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        return tuple(sorted(self.replicas))
+
+    def start(self, config: TrainConfig, generation: int, inner_states: Mapping[int, Callable[[], dict[str, Tensor]]]) -> None:
+        self.config, self.generation = config, generation
+        for replica_id in range(config.scaling.num_replicas):
+            self.replicas[replica_id] = Replica(config, replica_id, self.dataset)
+            if replica_id in inner_states:
+                self.replicas[replica_id].load_state_tensors(inner_states[replica_id]())
+
+    def run_inner(self, plans: Mapping[int, SegmentPlan]) -> InnerOutcome:
+        runs = {k: self.replicas[k].inner_steps(plans[k]) for k in sorted(plans)}
+        if self.config.is_data_parallel:
+            for _ in zip(*runs.values(), strict=True):  # all replicas have their gradients of one step
+                self._average_gradients(sorted(runs))
+        else:
+            for steps in runs.values():
+                for _ in steps:
+                    pass
+        first = next(iter(plans.values()))
+        inner_phase_traffic(self.config, self.traffic, self._num_params, len(runs), first.num_steps)
+        return InnerOutcome({k: self.replicas[k].report() for k in runs})
+
+    def _average_gradients(self, replica_ids: Sequence[int]) -> None:
+        gradients = [g for k in replica_ids if (g := self.replicas[k].flat_grad) is not None]
+        total = gradients[0].clone()
+        for gradient in gradients[1:]:
+            total += gradient
+        total /= len(gradients)
+        for gradient in gradients:
+            gradient.copy_(total)
+
+    def exchange(self, weights: Mapping[int, float], out: Tensor) -> ExchangeOutcome:
+        merged = tuple(sorted(weights))
+        if self.config.is_data_parallel:
+            out.copy_(self.replicas[merged[0]].flat)
+            self.traffic.uplink_bytes += BYTES_PER_ELEMENT * out.numel()
+            return ExchangeOutcome(merged)
+        out.zero_()
+        delta = out.new_empty(out.shape)
+        for k in merged:
+            pseudogradient_(self.replicas[k].theta, self.replicas[k].flat, delta)
+            if weights[k] != 1.0:
+                delta.mul_(weights[k])
+            out.add_(delta)
+        self.traffic.uplink_bytes += BYTES_PER_ELEMENT * out.numel() * len(merged)
+        return ExchangeOutcome(merged)
+
+    def publish(self, theta: Tensor, *, heal: bool = False) -> PublishOutcome:
+        digests: dict[int, int] = {}
+        for k, replica in sorted(self.replicas.items()):
+            replica.theta.copy_(theta)
+            replica.adopt()
+            digests[k] = digest(replica.theta)
+        payload = BYTES_PER_ELEMENT * theta.numel() * len(digests)
+        if heal:
+            self.traffic.heal_bytes += payload
+        else:
+            self.traffic.downlink_bytes += payload
+        return PublishOutcome(digests)
+
+    def roll_back(self) -> None:
+        for replica in self.replicas.values():
+            replica.roll_back()
+
+    def reset_inner_state(self, replica_ids: Sequence[int]) -> None:
+        for k in replica_ids:
+            self.replicas[k].reset_inner_state()
+
+    def eject(self, replica_ids: Sequence[int]) -> None:
+        for k in replica_ids:
+            del self.replicas[k]
+        self.generation += 1
+
+    def evaluate(self, shares: Mapping[int, Sequence[int]]) -> dict[int, tuple[float, int]]:
+        parts = [self.replicas[k].evaluate(numbers) for k, numbers in shares.items()]
+        return {number: loss for part in parts for number, loss in part.items()}
+
+    def save(self, target: CheckpointTarget) -> Callable[[], dict[int, FileRecord]]:
+        records = {k: write_replica(target, k, replica.state_tensors()) for k, replica in sorted(self.replicas.items())}
+        return lambda: records
+
+    def close(self) -> None:
+        self.replicas.clear()
+
+    @property
+    def _num_params(self) -> int:
+        return next(iter(self.replicas.values())).flat.numel()
+
+
+def write_replica(target: CheckpointTarget, replica_id: int, tensors: dict[str, Tensor]) -> FileRecord:
+    """Write a replica's part of a checkpoint."""
+    return write_tensors(target.location, target.name, replica_file(replica_id), tensors, {"replica_id": str(replica_id)}, target.staging_dir)

@@ -1,0 +1,134 @@
+"""Everything that can be refused before work begins, and what an existing run means for a new command.
+
+Imports neither torch nor ray: the driver runs this while the cluster starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ray_muloco.config import TrainConfig
+from ray_muloco.data.dataset import check_source
+from ray_muloco.errors import ConfigError
+from ray_muloco.training import staging, storage
+from ray_muloco.training.metrics import Result
+
+# What a resumed run may change: who computes and what is kept, never what is computed. A longer budget is allowed too.
+CHANGEABLE = ("scaling.", "checkpoint.", "run.")
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """A checked configuration, and what is already there."""
+
+    config: TrainConfig
+    run_path: str
+    """Absolute directory or URI of the run."""
+    finished_result: dict[str, Any] | None
+    """result.json of a run that has nothing left to do."""
+
+
+def absolute_storage(location: str, *, relative_to: str = "") -> str:
+    """The storage path as every process must see it: URIs as they are, directories absolute."""
+    return location if storage.is_uri(location) else os.path.abspath(os.path.join(relative_to, os.path.expanduser(location)))
+
+
+def run_path_of(config: TrainConfig) -> str:
+    """Directory or URI of the run's files."""
+    return storage.join(config.run.storage_path, config.run_name)
+
+
+def check(config: TrainConfig) -> Preflight:
+    """Check all input against the disk and against an earlier run of this name; ConfigError says what to do."""
+    config = config.override({"run.storage_path": absolute_storage(config.run.storage_path), "run.name": config.run_name})
+    if config.data.source != "embedded" and not storage.is_uri(config.data.source):
+        config = config.override({"data.source": os.path.abspath(os.path.expanduser(config.data.source))})
+    if config.init_from and not storage.is_uri(config.init_from):
+        config = config.override({"init_from": os.path.abspath(os.path.expanduser(config.init_from))})
+    run_path = run_path_of(config)
+    saved = read_json(storage.join(run_path, "config.json")) if has_checkpoint(run_path) else None
+    if saved is not None:
+        config = reconcile(config, TrainConfig.from_dict(saved))
+        result = read_json(storage.join(run_path, "result.json"))
+        if result is not None and result.get("status") == "finished" and result["tokens"] >= config.budget_tokens:
+            return Preflight(config, run_path, result)
+    elif config.init_from and not has_checkpoint_at(config.init_from):
+        raise ConfigError(
+            "init-from", config.init_from, "is no checkpoint: it has no manifest.json", "give a directory below checkpoints/, or a run's directory"
+        )
+    check_source(config.data, sequence_length=config.model.sequence_length, vocab_size=config.model.vocab_size)
+    return Preflight(config, run_path, None)
+
+
+def reconcile(config: TrainConfig, saved: TrainConfig) -> TrainConfig:
+    """The configuration a resumed run goes on with: the saved one's answers to `auto`, and the changes that are allowed.
+
+    Refuses any other change, with all differences in one line.
+    """
+    if config.compute_dtype == "auto":
+        config = config.override({"compute_dtype": saved.compute_dtype})
+    if config.scaling.threads_per_replica == 0 and config.scaling.num_replicas == saved.scaling.num_replicas:
+        config = config.override({"scaling.threads_per_replica": saved.scaling.threads_per_replica})
+    refused = {
+        name: values
+        for name, values in config.differences(saved).items()
+        if not name.startswith(CHANGEABLE) and not (name == "budget_tokens" and config.budget_tokens > saved.budget_tokens)
+    }
+    if refused:
+        changes = ", ".join(f"{name} {theirs!r} -> {mine!r}" for name, (mine, theirs) in refused.items())
+        raise ConfigError(
+            "run.name",
+            config.run_name,
+            f"is a run that was started with other settings ({changes})",
+            "choose another --run.name, or start from its weights with --init-from",
+        )
+    return config
+
+
+def names_below(location: str) -> list[str]:
+    """Names directly below a path or URI; none where there is nothing."""
+    return storage.open_storage(location).list_names()
+
+
+def has_checkpoint(run_path: str) -> bool:
+    """Whether a run has at least one complete checkpoint."""
+    return bool(newest_checkpoint(run_path))
+
+
+def newest_checkpoint(run_path: str) -> str:
+    """Path of a run's newest complete checkpoint; empty when there is none. Names sort by round."""
+    checkpoints = storage.join(run_path, "checkpoints")
+    complete = [name for name in names_below(checkpoints) if has_manifest(storage.join(checkpoints, name))]
+    return storage.join(checkpoints, max(complete)) if complete else ""
+
+
+def has_checkpoint_at(location: str) -> bool:
+    """Whether a location is a complete checkpoint, or a run that has one."""
+    return has_manifest(location) or has_checkpoint(location.rstrip("/"))
+
+
+def has_manifest(location: str) -> bool:
+    """Whether a checkpoint directory is complete."""
+    return "manifest.json" in names_below(location)
+
+
+def read_json(location: str) -> dict[str, Any] | None:
+    """A JSON file at a path or URI; None when it is not there."""
+    text = storage.read_text(location)
+    return None if text is None else json.loads(text)
+
+
+def with_threads(config: TrainConfig, num_cpus: int) -> TrainConfig:
+    """The configuration with `threads_per_replica` chosen: the CPUs shared out, at least one each."""
+    if config.scaling.threads_per_replica:
+        return config
+    return config.override({"scaling.threads_per_replica": max(1, num_cpus // config.scaling.num_replicas)})
+
+
+def result_of(summary: dict[str, Any], run_path: str) -> Result:
+    """The Result of a run from its result.json and metrics.jsonl."""
+    metrics = staging.read_metrics(os.path.join(staging.local_directory(run_path), "metrics.jsonl"))
+    return Result(summary["val_loss"], summary["rounds"], summary["tokens"], run_path, metrics, summary["status"], summary)

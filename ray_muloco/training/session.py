@@ -1,0 +1,142 @@
+"""One process's part of a run, from the lock to the result: begin or resume, train, finish.
+
+The coordinator's actor runs this over a `RayGroup`; `--local` runs it over a `LocalGroup`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ray_muloco.config import TrainConfig
+from ray_muloco.core.precision import native_bf16
+from ray_muloco.data.dataset import Dataset, open_dataset
+from ray_muloco.errors import ConfigError, RunError
+from ray_muloco.training import staging
+from ray_muloco.training.checkpoint import CheckpointRef, open_checkpoint
+from ray_muloco.training.coordinator import Coordinator
+from ray_muloco.training.evaluate import num_validation_sequences
+from ray_muloco.training.group import LocalGroup, ReplicaGroup, replica_file
+from ray_muloco.training.ledger import Ledger, Listener
+from ray_muloco.training.loop import train
+from ray_muloco.training.tracking import MlflowTracker, NullTracker, Tracker, tracking_uri
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """A group whose members are placed but hold nothing yet: `group(dataset, data_dir)` makes it work."""
+
+    native_bf16: Callable[[], bool]
+    group: Callable[[Dataset, str], ReplicaGroup]
+
+
+def local_seats() -> Seats:
+    """Seats of a LocalGroup: this process and its CPUs."""
+    return Seats(lambda: native_bf16("cpu"), lambda dataset, data_dir: LocalGroup(dataset))
+
+
+def run_session(config: TrainConfig, seats: Seats, listener: Listener, should_stop: Callable[[], bool]) -> dict[str, Any]:
+    """Train a checked configuration to its end, or to a requested stop; returns result.json's content.
+
+    Raises ConfigError for input that only the cluster could refuse, RunError when the run gave up.
+    """
+    tracker = make_tracker(config)
+    ledger = Ledger(config, tracker, listener)
+    status = "FAILED"
+    group: ReplicaGroup | None = None
+    try:
+        resumed = ledger.latest()
+        if config.compute_dtype == "auto":
+            config = config.override({"compute_dtype": "bf16" if seats.native_bf16() else "fp32"})
+        dataset = open_dataset(config.data, sequence_length=config.model.sequence_length, vocab_size=config.model.vocab_size, cache_dir=ledger.data_dir)
+        coordinator = begin(config, dataset, resumed)
+        ledger.open(config, resumed)
+        tracker.start(
+            config.run_name,
+            config.to_dict(),
+            {"method": config.method, "preset": config.preset, "run_path": ledger.run_path},
+            resumed.manifest.get("mlflow_run_id") if resumed else None,
+        )
+        ledger.num_validation_sequences = num_validation_sequences(
+            config.validation_tokens, dataset.validation.num_sequences(config.model.sequence_length), config.model.sequence_length
+        )
+        listener.info(describe(config, coordinator, dataset, resumed, ledger))
+        group = seats.group(dataset, ledger.data_dir)
+        group.start(config, coordinator.progress.generation + bool(resumed), inner_states(config, resumed))
+        first_publish(coordinator, group)
+        outcome = train(coordinator, group, ledger, should_stop)
+        result = ledger.finish(coordinator, group, outcome)
+        status = "FINISHED" if outcome == "finished" else "KILLED"
+        return result
+    finally:
+        if group is not None:
+            group.close()
+        tracker.finish(status)
+        ledger.close()
+
+
+def begin(config: TrainConfig, dataset: Dataset, resumed: CheckpointRef | None) -> Coordinator:
+    """The coordinator of a new run, of a new run with another's weights, or of a resumed one."""
+    coordinator = Coordinator(config, dataset.tokenizer.separator_id)
+    if resumed is not None:
+        if resumed.manifest["data_fingerprint"] != dataset.fingerprint:
+            raise ConfigError(
+                "data.source",
+                config.data.source,
+                "is not what this run was trained on so far: its documents, tokenizer or split changed",
+                "restore the data, or choose another --run.name",
+            )
+        names = ["model.safetensors"] + ([] if config.is_data_parallel else ["outer.safetensors"])
+        coordinator.restore(resumed.manifest, {name: resumed.read_tensors(name) for name in names})
+    elif config.init_from:
+        tensors = open_checkpoint(config.init_from).read_tensors("model.safetensors")
+        mismatched = [name for name, view in coordinator.layout.views(coordinator.theta).items() if name not in tensors or tensors[name].shape != view.shape]
+        if mismatched:
+            raise ConfigError(
+                "init-from",
+                config.init_from,
+                f"holds another model: {mismatched[0]} is missing or has another shape",
+                "use the preset and model flags it was trained with",
+            )
+        coordinator.load_weights(tensors)
+    coordinator.data_fingerprint = dataset.fingerprint
+    return coordinator
+
+
+def inner_states(config: TrainConfig, resumed: CheckpointRef | None) -> dict[int, Callable[[], dict[str, torch.Tensor]]]:
+    """How each replica of a resumed run reads its inner state; one that was not there takes the lowest one's, as a joiner does."""
+    if resumed is None:
+        return {}
+    saved = sorted(resumed.manifest["replicas"])
+    return {k: partial(resumed.read_tensors, replica_file(k if k in saved else saved[0])) for k in range(config.scaling.num_replicas)}
+
+
+def first_publish(coordinator: Coordinator, group: ReplicaGroup) -> None:
+    """θ to every replica before the first round; refuses to start unless all hold the same bits."""
+    published = group.publish(coordinator.theta, heal=True)
+    strays = coordinator.disagreeing(published.digests)
+    if strays or published.lost:
+        causes = [f"replica {k} holds other parameters than the coordinator" for k in strays] + [f"replica {k}: {cause}" for k, cause in published.lost.items()]
+        raise RunError("replicas disagree at the start", "; ".join(causes))
+    coordinator.regrouped(group.generation)
+
+
+def make_tracker(config: TrainConfig) -> Tracker:
+    """The tracker a configuration asks for."""
+    if config.run.tracker == "none":
+        return NullTracker()
+    return MlflowTracker(tracking_uri(staging.local_directory(config.run.storage_path)))
+
+
+def describe(config: TrainConfig, coordinator: Coordinator, dataset: Dataset, resumed: CheckpointRef | None, ledger: Ledger) -> dict[str, Any]:
+    """What a display says of a run before its first round."""
+    return {
+        "name": config.run_name, "method": config.method, "preset": config.preset, "num_params": coordinator.layout.numel,
+        "replicas": config.scaling.num_replicas, "threads_per_replica": config.scaling.threads_per_replica, "compute_dtype": config.compute_dtype,
+        "budget_tokens": config.budget_tokens, "train_tokens": dataset.train.num_tokens, "storage": ledger.run_path,
+        "resumed_from": resumed.path if resumed else "", "resumed_round": resumed.round if resumed else 0, "resumed_tokens": coordinator.progress.tokens,
+    }  # fmt: skip
