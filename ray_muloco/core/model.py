@@ -19,19 +19,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ray_muloco.config import ModelConfig
+from ray_muloco.core.attention import EXPLICIT_MAX_LENGTH, Positions, attend, document_mask, rotary_table, score_bias
+from ray_muloco.core.layers import add_rms_norm, project, rms_norm, swiglu
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * gain over the last dimension; computed in fp32, gain fp32, result in x's type."""
+    """A norm's gain [D], fp32, and its epsilon; `layers.rms_norm` and `layers.add_rms_norm` do the work."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.epsilon = epsilon
 
-    def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.epsilon) * self.weight).to(x.dtype)
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return rms_norm(x, self.weight, self.epsilon, dtype)
 
 
 class Attention(nn.Module):
@@ -40,7 +41,6 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width = config.num_heads * config.head_dim
-        self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.wq = nn.Linear(config.d_model, width, bias=False)
         self.wk = nn.Linear(config.d_model, width, bias=False)
         self.wv = nn.Linear(config.d_model, width, bias=False)
@@ -48,13 +48,10 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_epsilon)
         self.k_norm = RMSNorm(config.head_dim, config.norm_epsilon)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        heads = (*x.shape[:2], self.num_heads, self.head_dim)
-        q, k, v = self.wq(x).view(heads), self.wk(x).view(heads), self.wv(x).view(heads)  # [B, T, H, C]
-        q, k = rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, C]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return self.wo(out.transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        qkv = project(x, self.wq.weight, self.wk.weight, self.wv.weight)  # [B, T, 3 H C]
+        mixed = attend(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.epsilon, positions)
+        return project(mixed, self.wo.weight)
 
 
 class FeedForward(nn.Module):
@@ -67,11 +64,11 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(config.ffn_dim, config.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w3(F.silu(self.w1(x)) * self.w2(x))
+        return project(swiglu(project(x, self.w1.weight, self.w2.weight)), self.w3.weight)
 
 
 class Block(nn.Module):
-    """One decoder block."""
+    """One decoder block: residual stream [B, T, D] fp32 in and out, products in `dtype`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -83,16 +80,20 @@ class Block(nn.Module):
         self.ffn = FeedForward(config)
         self.ffn_post_norm = RMSNorm(width, epsilon)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        x = x + self.attention_post_norm(self.attention(self.attention_pre_norm(x), rotary, mask))
-        return x + self.ffn_post_norm(self.ffn(self.ffn_pre_norm(x)))
+    def forward(self, x: Tensor, positions: Positions, dtype: torch.dtype) -> Tensor:
+        x = _add_norm(x, self.attention(self.attention_pre_norm(x, dtype), positions), self.attention_post_norm)
+        return _add_norm(x, self.ffn(self.ffn_pre_norm(x, dtype)), self.ffn_post_norm)
+
+
+def _add_norm(residual: Tensor, x: Tensor, norm: RMSNorm) -> Tensor:
+    return add_rms_norm(residual, x, norm.weight, norm.epsilon)
 
 
 class Decoder(nn.Module):
     """Token ids to logits, documents packed and attention confined to them.
 
     The separator opens a document: document_id = cumsum(tokens == separator_id). Without a separator_id a sequence is
-    one document.
+    one document. Under autocast the matrix products run in its type; norms, residual stream, logits and loss are fp32.
     """
 
     def __init__(self, config: ModelConfig, *, separator_id: int | None, activation_checkpointing: bool = False) -> None:
@@ -104,19 +105,21 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
-        self._rotary: tuple[Tensor, Tensor] | None = None
+        self._rotary: Tensor | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [B, T, V] in fp32 of tokens [B, T] int64."""
-        mask = document_mask(tokens, self.separator_id)
-        rotary = self._rotary_tables(tokens)
-        x = self.embedding(tokens)  # [B, T, D]
-        for block in self.blocks:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x = cast(Tensor, checkpoint(block, x, rotary, mask, use_reentrant=False, preserve_rng_state=False))
-            else:
-                x = block(x, rotary, mask)
-        return self.head(self.final_norm(x)).float()
+        kind = tokens.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+        with torch.autocast(kind, enabled=False):
+            positions = self._positions(tokens, dtype)
+            x = self.embedding(tokens)  # [B, T, D]
+            for block in self.blocks:
+                if self.activation_checkpointing and torch.is_grad_enabled():
+                    x = checkpoint(block, x, positions, dtype, use_reentrant=False, preserve_rng_state=False)
+                else:
+                    x = block(x, positions, dtype)
+            return project(self.final_norm(x, dtype), self.head.weight).float()
 
     def sequence_nll(self, sequences: Tensor) -> Tensor:
         """Summed nats [B] fp32 of the T predictions in each of sequences [B, T + 1]."""
@@ -125,41 +128,14 @@ class Decoder(nn.Module):
         nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         return nll.view(targets.shape).sum(1)
 
-    def _rotary_tables(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        length = tokens.shape[1]
-        if self._rotary is None or self._rotary[0].shape[0] < length or self._rotary[0].device != tokens.device:
-            longest = max(length, self.config.sequence_length)
-            self._rotary = rotary_tables(longest, self.config.head_dim, self.config.rope_theta, tokens.device)
-        cos, sin = self._rotary
-        return cos[:length], sin[:length]
-
-
-def rotary_tables(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, C] fp32 of the angle t θ^(-2i/C); pair i is (x_i, x_{i + C/2}). Computed in fp64."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
-    angles = torch.outer(torch.arange(length, dtype=torch.float64, device=device), theta**-exponents)  # [T, C/2]
-    angles = torch.cat((angles, angles), dim=1).unsqueeze(1)
-    return angles.cos().float(), angles.sin().float()
-
-
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions on x [B, T, H, C]; computed in fp32, result in x's type."""
-    cos, sin = rotary
-    first, second = x.float().chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
-
-
-def document_mask(tokens: Tensor, separator_id: int | None) -> Tensor | None:
-    """Which positions may see which, bool [B, 1, T, T]: same document, and not later. None where plain causality says the same."""
-    if separator_id is None:
-        return None
-    opens = tokens == separator_id
-    # a separator at position 0 opens the document that fills the sequence
-    if not bool(opens[:, 1:].any()):
-        return None
-    document = opens.cumsum(1)
-    same = document.unsqueeze(2) == document.unsqueeze(1)  # [B, T, T]
-    return same.tril_().unsqueeze(1)
+    def _positions(self, tokens: Tensor, dtype: torch.dtype) -> Positions:
+        length, config = tokens.shape[1], self.config
+        if self._rotary is None or self._rotary.shape[0] < length or self._rotary.device != tokens.device:
+            self._rotary = rotary_table(max(length, config.sequence_length), config.head_dim, config.rope_theta, tokens.device)
+        mask = document_mask(tokens, self.separator_id)
+        explicit = dtype is torch.bfloat16 and tokens.device.type == "cpu" and length <= EXPLICIT_MAX_LENGTH
+        bias = score_bias(mask, length, config.num_heads, dtype) if explicit else None
+        return Positions(self._rotary[:length], mask, bias)
 
 
 def build_model(config: ModelConfig, *, seed: int, separator_id: int | None, activation_checkpointing: bool = False, device: str = "cpu") -> Decoder:

@@ -23,7 +23,10 @@ from ray_muloco.errors import ConfigError
 
 __all__ = ["InnerOptimizer", "build_inner_optimizer", "label_parameters", "newton_schulz", "update_scale"]
 
-CHUNK_ELEMENTS = 1 << 24  # bounds the workspace; a larger matrix is a chunk of its own
+# Matrices are orthogonalised in chunks of so many elements (a larger matrix is a chunk of its own): this bounds the workspace.
+# A CPU wants a chunk to stay in its caches from step to step, an accelerator wants enough work for one launch.
+CHUNK_ELEMENTS = {"cpu": 1 << 18}
+CHUNK_ELEMENTS_ACCELERATOR = 1 << 25
 
 
 def update_scale(scaling: str, fan_out: int, fan_in: int) -> float:
@@ -59,8 +62,9 @@ class MuonStack:
         self.scale = update_scale(inner.scaling, *self.shape)
         self.momentum = torch.zeros(len(members), *self.shape, dtype=torch.float32, device=first.device)  # [n, M, N]
         self.momenta = list(self.momentum)
-        self.chunk = min(len(members), max(1, CHUNK_ELEMENTS // (self.shape[0] * self.shape[1])))
-        self.workspace = Workspace(self.chunk, *self.shape, compute_dtype, first.device)
+        chunk_elements = CHUNK_ELEMENTS.get(first.device.type, CHUNK_ELEMENTS_ACCELERATOR)
+        self.chunk = min(len(members), max(1, chunk_elements // math.prod(self.shape)))
+        self.workspace = Workspace(self.chunk, self.shape, compute_dtype, first.device)
 
     def step(self, lr: float) -> None:
         """One Muon step at learning rate `lr` on every member that has a gradient."""

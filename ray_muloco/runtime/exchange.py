@@ -23,7 +23,7 @@ COORDINATOR_RANK = 0
 
 def contribute(group: Group, *, start: Tensor, end: Tensor, scale: float, bucket_elements: int) -> None:
     """Replica's half of the sum: scale * (start - end) goes to the coordinator; start and end stay as they are."""
-    _agree(group, "sum", start, bucket_elements)
+    agree_on(group, "sum", start, bucket_elements)
     staging = _staging(start, bucket_elements)
     for part in _buckets(start, bucket_elements):
         delta = pseudogradient_(start[part], end[part], _like(staging, start[part]))
@@ -37,7 +37,7 @@ def contribute(group: Group, *, start: Tensor, end: Tensor, scale: float, bucket
 
 def collect_(group: Group, psi: Tensor, bucket_elements: int) -> None:
     """Coordinator's half of the sum: psi <- sum of what the replicas contribute."""
-    _agree(group, "sum", psi, bucket_elements)
+    agree_on(group, "sum", psi, bucket_elements)
     for part in _buckets(psi, bucket_elements):
         bucket = psi[part]
         if group.world_size == 2:
@@ -62,7 +62,7 @@ def give(group: Group, theta: Tensor, bucket_elements: int, root: int) -> int:
 
 
 def _spread(group: Group, theta: Tensor, bucket_elements: int, root: int) -> int:
-    _agree(group, f"from {root}", theta, bucket_elements)
+    agree_on(group, f"from {root}", theta, bucket_elements)
     staging, total = None if theta.device.type == "cpu" else _staging(theta, bucket_elements), 0
     for part in _buckets(theta, bucket_elements):
         bucket = theta[part]
@@ -81,7 +81,8 @@ def _buckets(flat: Tensor, bucket_elements: int) -> Iterator[slice]:
         yield slice(begin, min(begin + bucket_elements, flat.numel()))
 
 
-def _agree(group: Group, purpose: str, flat: Tensor, bucket_elements: int) -> None:
+def agree_on(group: Group, purpose: str, flat: Tensor, bucket_elements: int) -> None:
+    """Refuse to begin unless all members are about to exchange the same thing: purpose, elements, type, bucket."""
     group.agree(f"{purpose}: {flat.numel()} {str(flat.dtype).removeprefix('torch.')} in buckets of {bucket_elements}")
 
 

@@ -7,7 +7,6 @@ and are uploaded at each checkpoint; checkpoints themselves are written at the U
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 
 from ray_muloco.config import TrainConfig
 from ray_muloco.errors import RunError
-from ray_muloco.training import preflight, staging, storage
+from ray_muloco.training import preflight, storage
 from ray_muloco.training.checkpoint import CheckpointRef, CheckpointStore, FileRecord, write_tensors
 from ray_muloco.training.coordinator import Coordinator
 from ray_muloco.training.evaluate import Evaluation
@@ -71,11 +70,9 @@ class Ledger:
     def __init__(self, config: TrainConfig, tracker: Tracker, listener: Listener) -> None:
         self.config, self.tracker, self.listener = config, tracker, listener
         self.run_path = preflight.run_path_of(config)
-        self.directory = staging.local_directory(self.run_path)
-        self.is_remote = staging.is_remote(self.run_path)
-        self.lock = storage.RunLock(self.directory, config.run.lock_wait_seconds, on_wait=listener.message).acquire()
-        if self.is_remote:
-            staging.download(self.run_path, self.directory, TEXT_FILES)
+        self.directory = storage.local_directory(self.run_path)
+        self.lock = storage.RunLock(self.directory, config.run.lock_wait_seconds, on_wait=listener.message)
+        storage.download(self.run_path, self.directory, TEXT_FILES)
         self.store = CheckpointStore(storage.join(self.run_path, "checkpoints"), staging_dir=self.staging_dir, keep=config.checkpoint.keep)
         self.num_validation_sequences = 0
         self._reasons: list[str] = []
@@ -112,8 +109,7 @@ class Ledger:
         self._tokens = resumed.manifest["tokens"] if resumed else 0
         storage.truncate_metrics(self.metrics_path, resumed.round if resumed else 0)
         for stale in ("result.json", *REPORT_FILES):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(self.directory, stale))
+            storage.remove(os.path.join(self.directory, stale))
         storage.atomic_write_text(os.path.join(self.directory, "config.json"), json.dumps(config.to_dict(), indent=2))
         self._upload()
 
@@ -209,7 +205,7 @@ class Ledger:
             self.save(coordinator, group)
         self._finish_pending()
         result = summarize(
-            staging.read_metrics(self.metrics_path),
+            storage.read_metrics(self.metrics_path),
             {
                 "name": self.config.run_name, "method": self.config.method, "preset": self.config.preset,
                 "num_params": coordinator.layout.numel, "theta_digest": coordinator.digest(), "checkpoint": self.checkpoint_path(), "status": status,
@@ -237,5 +233,4 @@ class Ledger:
         self.lock.release()
 
     def _upload(self) -> None:
-        if self.is_remote:
-            staging.upload(self.directory, self.run_path, (*TEXT_FILES, *REPORT_FILES))
+        storage.upload(self.directory, self.run_path, (*TEXT_FILES, *REPORT_FILES))

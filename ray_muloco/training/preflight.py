@@ -13,7 +13,7 @@ from typing import Any
 from ray_muloco.config import TrainConfig
 from ray_muloco.data.dataset import check_source
 from ray_muloco.errors import ConfigError
-from ray_muloco.training import staging, storage
+from ray_muloco.training import storage
 from ray_muloco.training.metrics import Result
 
 # What a resumed run may change: who computes and what is kept, never what is computed. A longer budget is allowed too.
@@ -88,11 +88,6 @@ def reconcile(config: TrainConfig, saved: TrainConfig) -> TrainConfig:
     return config
 
 
-def names_below(location: str) -> list[str]:
-    """Names directly below a path or URI; none where there is nothing."""
-    return storage.open_storage(location).list_names()
-
-
 def has_checkpoint(run_path: str) -> bool:
     """Whether a run has at least one complete checkpoint."""
     return bool(newest_checkpoint(run_path))
@@ -101,7 +96,7 @@ def has_checkpoint(run_path: str) -> bool:
 def newest_checkpoint(run_path: str) -> str:
     """Path of a run's newest complete checkpoint; empty when there is none. Names sort by round."""
     checkpoints = storage.join(run_path, "checkpoints")
-    complete = [name for name in names_below(checkpoints) if has_manifest(storage.join(checkpoints, name))]
+    complete = [name for name in storage.list_names(checkpoints) if has_manifest(storage.join(checkpoints, name))]
     return storage.join(checkpoints, max(complete)) if complete else ""
 
 
@@ -112,7 +107,7 @@ def has_checkpoint_at(location: str) -> bool:
 
 def has_manifest(location: str) -> bool:
     """Whether a checkpoint directory is complete."""
-    return "manifest.json" in names_below(location)
+    return "manifest.json" in storage.list_names(location)
 
 
 def read_json(location: str) -> dict[str, Any] | None:
@@ -130,5 +125,5 @@ def with_threads(config: TrainConfig, num_cpus: int) -> TrainConfig:
 
 def result_of(summary: dict[str, Any], run_path: str) -> Result:
     """The Result of a run from its result.json and metrics.jsonl."""
-    metrics = staging.read_metrics(os.path.join(staging.local_directory(run_path), "metrics.jsonl"))
+    metrics = storage.read_metrics(os.path.join(storage.local_directory(run_path), "metrics.jsonl"))
     return Result(summary["val_loss"], summary["rounds"], summary["tokens"], run_path, metrics, summary["status"], summary)

@@ -16,7 +16,7 @@ from ray_muloco.config import TrainConfig
 from ray_muloco.core.precision import native_bf16
 from ray_muloco.data.dataset import Dataset, open_dataset
 from ray_muloco.errors import ConfigError, RunError
-from ray_muloco.training import staging
+from ray_muloco.training import storage
 from ray_muloco.training.checkpoint import CheckpointRef, open_checkpoint
 from ray_muloco.training.coordinator import Coordinator
 from ray_muloco.training.evaluate import num_validation_sequences
@@ -129,7 +129,7 @@ def make_tracker(config: TrainConfig) -> Tracker:
     """The tracker a configuration asks for."""
     if config.run.tracker == "none":
         return NullTracker()
-    return MlflowTracker(tracking_uri(staging.local_directory(config.run.storage_path)))
+    return MlflowTracker(tracking_uri(storage.local_directory(config.run.storage_path)))
 
 
 def describe(config: TrainConfig, coordinator: Coordinator, dataset: Dataset, resumed: CheckpointRef | None, ledger: Ledger) -> dict[str, Any]:

@@ -221,7 +221,7 @@ class RunLock:
             raise ConfigError("run.storage-path", self.run_dir, "must be on a file system with file locks", f"flock failed: {error}") from error
         if not _names_file(self.path, descriptor):  # deleted and made again while we waited: this lock keeps nobody out
             os.close(descriptor)
-            return False
+            return self._try_acquire()
         self._descriptor = descriptor
         self.token = int(_read_holder(self.path).get("token", 0)) + 1
         holder = {"token": self.token, "host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
@@ -242,6 +242,7 @@ class RunLock:
     def release(self) -> None:
         """Let the next writer in; a second call does nothing."""
         if self._descriptor >= 0:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # at once, even if a forked child still holds a copy of the descriptor
             os.close(self._descriptor)
             self._descriptor = -1
 
