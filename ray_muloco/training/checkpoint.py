@@ -25,7 +25,7 @@ import re
 import secrets
 import socket
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -92,9 +92,7 @@ class CheckpointRef:
             elif storage.size(file_name) != expected.num_bytes:
                 raise self._damaged(expected, "its size has changed")
             return read_tensor_file(os.path.join(storage.location, file_name))
-        record, tensors = _fetch(storage, file_name, self.staging_dir)
-        self._compare(expected, record)
-        return tensors
+        return _fetch(storage, file_name, self.staging_dir, lambda found: self._compare(expected, found))
 
     def verify(self, file_names: Iterable[str] = ()) -> None:
         """Hash the named files, or all; raises RunError `checkpoint` naming the first that is not what was written."""
@@ -337,15 +335,15 @@ def load_weights(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ConfigError("weights", path, f"must be a directory with {MODEL_FILE} and config.json", "export_weights makes one from a checkpoint")
     if isinstance(storage, DirectoryStorage):
         return json.loads(config), read_tensor_file(os.path.join(storage.location, MODEL_FILE))
-    return json.loads(config), _fetch(storage, MODEL_FILE, "")[1]
+    return json.loads(config), _fetch(storage, MODEL_FILE, "", lambda found: None)
 
 
-def _fetch(storage: Storage, file_name: str, staging_dir: str) -> tuple[FileRecord, dict[str, Tensor]]:
-    """Download a file, hashed on the way, and map it; the mapping outlives the file's name."""
+def _fetch(storage: Storage, file_name: str, staging_dir: str, check: Callable[[FileRecord], None]) -> dict[str, Tensor]:
+    """Download a file, check what arrived, and map it; the mapping outlives the file's name."""
     if staging_dir:
         os.makedirs(staging_dir, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=staging_dir or None, suffix=".stage") as directory:
         path = os.path.join(directory, file_name)
         with open(path, "wb") as copy, storage.open(file_name) as source:
-            record = hash_stream(source, file_name, copy_to=copy)
-        return record, read_tensor_file(path)
+            check(hash_stream(source, file_name, copy_to=copy))
+        return read_tensor_file(path)

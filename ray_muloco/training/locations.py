@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, Protocol, TypeVar
 
@@ -176,6 +177,8 @@ class DirectoryStorage:
         path = self._path(name)
         temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{secrets.token_hex(4)}.tmp")
         with _told_as_run_error("write", path):
+            if not os.path.isdir(os.path.dirname(path)):
+                raise OSError(f"{os.path.dirname(path)} does not exist on {socket.gethostname()}; every node must see the run's storage path")
             try:
                 with open(temporary, "xb") as stream:
                     result = write(stream)

@@ -15,9 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
+
+from ray_muloco.errors import RunError
 
 _CHUNK_BYTES = 4 << 20
 _DTYPES = {
@@ -55,7 +58,7 @@ def write_tensor_stream(stream: BinaryIO, name: str, tensors: Mapping[str, Tenso
     for key in names:
         if tensors[key].numel():
             flat = tensors[key].detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-            num_bytes += _write(stream, hasher, memoryview(flat.numpy()))
+            num_bytes += _write(stream, hasher, flat.numpy().data)
     return FileRecord(name, num_bytes, hasher.hexdigest())
 
 
@@ -79,5 +82,11 @@ def hash_stream(source: BinaryIO, name: str, copy_to: BinaryIO | None = None) ->
 
 
 def read_tensor_file(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a local safetensors file, mapped from it: pages are read when they are used."""
-    return safetensors.torch.load_file(path)
+    """The tensors of a local safetensors file, mapped from it: pages are read when they are used.
+
+    Raises RunError `checkpoint` for a file that is truncated or something else.
+    """
+    try:
+        return safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise RunError("checkpoint", f"{os.fspath(path)} cannot be read: {error}") from error
