@@ -1,0 +1,96 @@
+"""The order in which sequences are read: a function of integers, and nothing else.
+
+Sample index i lies in epoch e = i // n at place j = i % n; the sequence read is π(j), where π is a permutation of
+[0, n) keyed by (seed, e). Membership, prefetching and resuming hold integers only, so none of them can change what is read.
+π is a Feistel network over the bits of j (Luby and Rackoff 1988), walked along its cycle until it falls inside [0, n)
+(Black and Rogaway 2002): O(1) memory, and integer arithmetic that gives the same answer on every platform.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUNDS = 6
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_MIX = np.uint64(0xD6E8FEB86659FD93)
+_SHIFT = np.uint64(32)
+
+
+class SampleOrder:
+    """Maps sample indices to sequence numbers: every epoch a complete permutation, epochs in different orders.
+
+    The same (seed, num_sequences, index) gives the same sequence wherever and in whatever company it is asked for.
+    Raises ValueError if num_sequences is below 1 or an index is negative.
+    """
+
+    def __init__(self, seed: int, num_sequences: int) -> None:
+        if num_sequences < 1:
+            raise ValueError(f"num_sequences is {num_sequences}: an order needs at least one sequence")
+        self.seed, self.num_sequences = seed, num_sequences
+
+    def sequence_indices(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Sequence numbers, in [0, num_sequences), of sample indices i >= 0 of any epochs; shapes are equal."""
+        indices = np.asarray(indices, dtype=np.int64)
+        if indices.size == 0:
+            return indices.copy()
+        low, high = int(indices.min()), int(indices.max())
+        if low < 0:
+            raise ValueError(f"sample index {low} is negative")
+        first, last = low // self.num_sequences, high // self.num_sequences
+        if first == last:
+            return self._permute(indices - first * self.num_sequences, first)
+        epochs, places = np.divmod(indices, self.num_sequences)
+        result = np.empty_like(indices)
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            result[chosen] = self._permute(places[chosen], epoch)
+        return result
+
+    def _permute(self, places: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
+        keys = _keys(self.seed, epoch)
+        bits = max(2, (self.num_sequences - 1).bit_length())
+        values = _feistel(places.astype(np.uint64), bits, keys)
+        size = np.uint64(self.num_sequences)
+        outside = np.flatnonzero(values >= size)
+        while outside.size:  # the domain is below 2n, so each walk leaves less than half of them outside
+            walked = _feistel(values.flat[outside], bits, keys)
+            values.flat[outside] = walked
+            outside = outside[walked >= size]
+        return values.astype(np.int64)
+
+
+@lru_cache(maxsize=64)
+def _keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
+    """One 64-bit key a round, from a hash of (seed, epoch)."""
+    digest = hashlib.blake2b(f"sample order {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    return tuple(np.uint64(int.from_bytes(digest[8 * i : 8 * i + 8], "little")) for i in range(_ROUNDS))
+
+
+def _feistel(values: NDArray[np.uint64], bits: int, keys: tuple[np.uint64, ...]) -> NDArray[np.uint64]:
+    """A keyed permutation of [0, 2^bits). Each round changes one half by a hash of the other, so it can be undone.
+
+    The halves hold bits // 2 and bits - bits // 2 bits and take turns, so odd numbers of bits need no padding.
+    """
+    right_bits = bits // 2
+    left_bits = bits - right_bits
+    left_mask, right_mask = np.uint64((1 << left_bits) - 1), np.uint64((1 << right_bits) - 1)
+    left, right = values >> np.uint64(right_bits), values & right_mask
+    for number, key in enumerate(keys):
+        if number % 2 == 0:
+            left = left ^ (_hash(right, key) & left_mask)
+        else:
+            right = right ^ (_hash(left, key) & right_mask)
+    return (left << np.uint64(right_bits)) | right
+
+
+def _hash(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
+    """A 64-bit mixing function of (value, key); multiplications wrap."""
+    mixed = (values ^ key) * _MULTIPLIER
+    mixed ^= mixed >> _SHIFT
+    mixed *= _MIX
+    mixed ^= mixed >> _SHIFT
+    return mixed
