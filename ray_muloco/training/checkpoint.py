@@ -32,7 +32,7 @@ from typing import Any
 from torch import Tensor
 
 from ray_muloco.errors import ConfigError, RunError
-from ray_muloco.training.locations import DirectoryStorage, Storage, join, open_storage
+from ray_muloco.training.locations import DirectoryStorage, Storage, join, open_storage, staged_path
 from ray_muloco.training.tensorfile import FileRecord, hash_stream, read_tensor_file, write_tensor_stream
 
 logger = logging.getLogger(__name__)
@@ -315,7 +315,7 @@ def export_weights(checkpoint: CheckpointRef, output: str) -> None:
     storage = open_storage(output, field="output")
     storage.make_directory("")
     metadata = {"format": "pt", "round": str(checkpoint.round)}
-    storage.create(MODEL_FILE, lambda stream: write_tensor_stream(stream, MODEL_FILE, tensors, metadata), checkpoint.staging_dir or tempfile.gettempdir())
+    storage.create(MODEL_FILE, lambda stream: write_tensor_stream(stream, MODEL_FILE, tensors, metadata), checkpoint.staging_dir)
     storage.write_bytes("config.json", json.dumps(config, indent=2).encode())
 
 
@@ -340,10 +340,7 @@ def load_weights(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _fetch(storage: Storage, file_name: str, staging_dir: str, check: Callable[[FileRecord], None]) -> dict[str, Tensor]:
     """Download a file, check what arrived, and map it; the mapping outlives the file's name."""
-    if staging_dir:
-        os.makedirs(staging_dir, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=staging_dir or None, suffix=".stage") as directory:
-        path = os.path.join(directory, file_name)
-        with open(path, "wb") as copy, storage.open(file_name) as source:
+    with staged_path(staging_dir) as path:
+        with open(path, "xb") as copy, storage.open(file_name) as source:
             check(hash_stream(source, file_name, copy_to=copy))
         return read_tensor_file(path)

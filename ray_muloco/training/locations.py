@@ -15,6 +15,8 @@ import re
 import secrets
 import shutil
 import socket
+import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, Protocol, TypeVar
 
@@ -27,6 +29,7 @@ T = TypeVar("T")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 COPY_BYTES = 4 << 20
+_STAGED = re.compile(r"ray_muloco-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+\.stage")
 
 
 # ---- locations
@@ -42,6 +45,7 @@ def join(location: str, *names: str) -> str:
     if not is_uri(location):
         return os.path.join(location, *names)
     base, question_mark, query = location.partition("?")
+    names = tuple(name for name in names if name)
     return "/".join((base.rstrip("/"), *names)) + question_mark + query
 
 
@@ -208,7 +212,8 @@ class DirectoryStorage:
 
     def size(self, name: str) -> int | None:
         with _told_as_run_error("read", self._path(name)), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return os.stat(self._path(name)).st_size
+            found = os.stat(self._path(name))
+            return found.st_size if stat.S_ISREG(found.st_mode) else None
         return None
 
     def delete_file(self, name: str) -> None:
@@ -234,6 +239,37 @@ def _sync_directory(path: str) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def staged_path(staging_dir: str) -> Iterator[str]:
+    """Path for a file that lives in a local directory (empty: the system's temporary one) as long as the block.
+
+    What killed processes of this machine left there is removed.
+    """
+    directory, host = staging_dir or tempfile.gettempdir(), socket.gethostname()
+    os.makedirs(directory, exist_ok=True)
+    for name in os.listdir(directory):
+        match = _STAGED.fullmatch(name)
+        if match is not None and match["host"] == host and not _process_exists(int(match["pid"])):
+            with contextlib.suppress(OSError):  # another process swept first, or the file is another user's
+                os.unlink(os.path.join(directory, name))
+    path = os.path.join(directory, f"ray_muloco-{host}-{os.getpid()}-{secrets.token_hex(8)}.stage")
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _process_exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 class RemoteStorage:
     """Anything else that pyarrow.fs can open. Large files are staged on the local disk, then uploaded."""
 
@@ -253,17 +289,11 @@ class RemoteStorage:
             self._fs.create_dir(self._path(name), recursive=True)
 
     def create(self, name: str, write: Callable[[BinaryIO], T], staging_dir: str) -> T:
-        with _told_as_run_error("write", join(self.location, name)):
-            os.makedirs(staging_dir, exist_ok=True)
-            staged = os.path.join(staging_dir, f"{secrets.token_hex(8)}.stage")
-            try:
-                with open(staged, "xb") as stream:
-                    result = write(stream)
-                with open(staged, "rb") as source, self._fs.open_output_stream(self._path(name)) as target:
-                    shutil.copyfileobj(source, target, COPY_BYTES)
-            finally:
-                with contextlib.suppress(OSError):
-                    os.unlink(staged)
+        with _told_as_run_error("write", join(self.location, name)), staged_path(staging_dir) as staged:
+            with open(staged, "xb") as stream:
+                result = write(stream)
+            with open(staged, "rb") as source, self._fs.open_output_stream(self._path(name)) as target:
+                shutil.copyfileobj(source, target, COPY_BYTES)
         return result
 
     def write_bytes(self, name: str, data: bytes) -> None:
