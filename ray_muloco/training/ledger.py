@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from ray_muloco.config import TrainConfig
 from ray_muloco.errors import RunError
 from ray_muloco.training import preflight, storage
@@ -75,6 +77,7 @@ class Ledger:
         storage.download(self.run_path, self.directory, TEXT_FILES)
         self.store = CheckpointStore(storage.join(self.run_path, "checkpoints"), staging_dir=self.staging_dir, keep=config.checkpoint.keep)
         self.num_validation_sequences = 0
+        self.more_files: dict[str, dict[str, Tensor]] = {}  # what every checkpoint carries beside the run's state
         self._reasons: list[str] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[str] | None = None
@@ -166,7 +169,7 @@ class Ledger:
         self.lock.check()
         name = self.store.begin(coordinator.progress.round_number)
         collect = group.save(CheckpointTarget(self.store.location, name, self.staging_dir))
-        files, manifest = coordinator.snapshot(), coordinator.manifest()
+        files, manifest = {**coordinator.snapshot(), **self.more_files}, coordinator.manifest()
         manifest |= {"config": self.config.to_dict()}
         self._saved_round = coordinator.progress.round_number
         self._pending = self._writer.submit(self._write, name, files, manifest, collect)
@@ -220,9 +223,9 @@ class Ledger:
         return result
 
     def _report(self) -> None:
-        from ray_muloco.analysis.report import write_report  # matplotlib takes a second: only a run that ends pays it
-
         try:
+            from ray_muloco.analysis.report import write_report  # matplotlib takes a second: only a run that ends pays it
+
             write_report(self.directory)
         except Exception as error:  # a plot that cannot be drawn must not fail a run that trained; the user is told
             self.listener.message(f"the report could not be written: {type(error).__name__}: {error}")

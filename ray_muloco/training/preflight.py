@@ -107,7 +107,7 @@ def has_checkpoint_at(location: str) -> bool:
 
 def has_manifest(location: str) -> bool:
     """Whether a checkpoint directory is complete."""
-    return "manifest.json" in storage.list_names(location)
+    return storage.open_storage(location).size("manifest.json") is not None
 
 
 def read_json(location: str) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from ray_muloco.training.checkpoint import CheckpointRef, open_checkpoint
 from ray_muloco.training.coordinator import Coordinator
 from ray_muloco.training.evaluate import num_validation_sequences
 from ray_muloco.training.group import LocalGroup, ReplicaGroup, replica_file
+from ray_muloco.training.inference import TOKENIZER_FILE, pack_text
 from ray_muloco.training.ledger import Ledger, Listener
 from ray_muloco.training.loop import train
 from ray_muloco.training.tracking import MlflowTracker, NullTracker, Tracker, tracking_uri
@@ -64,6 +65,8 @@ def run_session(config: TrainConfig, seats: Seats, listener: Listener, should_st
         ledger.num_validation_sequences = num_validation_sequences(
             config.validation_tokens, dataset.validation.num_sequences(config.model.sequence_length), config.model.sequence_length
         )
+        if dataset.tokenizer.spec != "bytes":
+            ledger.more_files = {TOKENIZER_FILE: {"tokenizer": pack_text(dataset.tokenizer.spec)}}
         listener.info(describe(config, coordinator, dataset, resumed, ledger))
         group = seats.group(dataset, ledger.data_dir)
         group.start(config, coordinator.progress.generation + bool(resumed), inner_states(config, resumed))

@@ -8,21 +8,19 @@ round, when nobody waits for a first step any more.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import queue
 import re
-import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, Protocol, TypeVar
-from urllib.parse import unquote, urlsplit
 
 from ray_muloco.config import flatten
+from ray_muloco.training.mlflow_store import LOCK_DEADLINE_SECONDS, artifact_location, quiet_loggers, redacted, schema_lock
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -32,7 +30,6 @@ PARAMETERS_A_BATCH = 100  # MLflow's limit
 PARAMETER_CHARACTERS = 6000  # MLflow's limit
 TAG_CHARACTERS = 5000  # the lowest of the limits of MLflow's versions
 NAME_CHARACTERS = 250
-LOCKED_DEADLINE_SECONDS = 120.0
 FLUSH_SECONDS = 60.0
 
 _T = TypeVar("_T")
@@ -203,7 +200,7 @@ class MlflowTracker:
     def _work(self) -> None:
         assert self._begin is not None
         try:
-            with _quiet_loggers() as quieten:
+            with quiet_loggers() as quieten:
                 run = _MlflowRun(self.uri, self.experiment, self._begin, self._warn, quieten)
                 self._run_id = run.run_id
                 self._known.set()
@@ -245,7 +242,7 @@ class _MlflowRun:
 
         quieten()
         name, parameters, tags, run_id = begin
-        with _schema_lock(uri):  # MLflow's first call on a fresh database creates the schema, without a lock of its own
+        with schema_lock(uri):  # MLflow's first call on a fresh database creates the schema, without a lock of its own
             self._client = MlflowClient(uri)
             experiment_id = self._experiment(uri, experiment)
         found = self._find(run_id) if run_id else None
@@ -297,7 +294,7 @@ class _MlflowRun:
             experiment = self._client.get_experiment_by_name(name)
             if experiment is None:
                 try:
-                    return self._client.create_experiment(name, artifact_location=_artifact_location(uri, name))
+                    return self._client.create_experiment(name, artifact_location=artifact_location(uri, name))
                 except MlflowException as error:  # another process was faster
                     if error.error_code != "RESOURCE_ALREADY_EXISTS":
                         raise
@@ -353,7 +350,7 @@ class _MlflowRun:
     @staticmethod
     def _retrying(call: Callable[[], _T]) -> _T:
         """Call again while SQLite says that another process is writing, up to a deadline."""
-        deadline, pause = time.monotonic() + LOCKED_DEADLINE_SECONDS, 0.05
+        deadline, pause = time.monotonic() + LOCK_DEADLINE_SECONDS, 0.05
         while True:
             try:
                 return call()
@@ -386,102 +383,6 @@ def tracking_uri(storage_path: str, environment: Mapping[str, str] | None = None
     if "://" not in given and given != "databricks":
         return f"file://{os.path.abspath(given.removeprefix('file:'))}"
     return given
-
-
-def redacted(uri: str) -> str:
-    """The URI without a password, for messages."""
-    return re.sub(r"://([^/@:]*):[^/@]*@", r"://\1:…@", uri)
-
-
-def open_command(uri: str) -> str:
-    """What a user types, or opens, to see the runs of a store."""
-    scheme = urlsplit(uri).scheme
-    if scheme in ("http", "https"):
-        return redacted(uri)
-    if scheme == "file":  # MLflow's retired format: refused from 3.13 on unless asked for
-        return f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {shlex.quote(uri.removeprefix('file://'))}"
-    return f"mlflow ui --backend-store-uri {shlex.quote(redacted(uri))}"
-
-
-def old_runs_notice(uri: str, directories: Sequence[str]) -> str | None:
-    """A sentence for who has runs in MLflow's retired directory format beside these directories, else None."""
-    for directory in dict.fromkeys(os.path.abspath(directory) for directory in directories):
-        runs = os.path.join(directory, "mlruns")
-        if uri != f"file://{runs}" and _is_file_store(runs):
-            return f"MLflow runs are kept in {redacted(uri)}; the older ones in {runs} stay there: {open_command(f'file://{runs}')}"
-    return None
-
-
-def _is_file_store(path: str) -> bool:
-    with contextlib.suppress(OSError):
-        return any(os.path.isfile(os.path.join(entry.path, "meta.yaml")) for entry in os.scandir(path) if entry.is_dir())
-    return False
-
-
-def _sqlite_path(uri: str) -> str | None:
-    return unquote(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
-
-
-def _artifact_location(uri: str, experiment: str) -> str | None:
-    """Beside a SQLite database, since MLflow's default is ./mlruns of whichever process came first; else the server's choice."""
-    path = _sqlite_path(uri)
-    return f"file://{os.path.join(os.path.dirname(path), 'mlartifacts', experiment)}" if path else None
-
-
-@contextlib.contextmanager
-def _schema_lock(uri: str) -> Iterator[None]:
-    """One process at a time opens a SQLite store: concurrent first openings would each create and migrate the tables."""
-    path = _sqlite_path(uri)
-    if path is None:
-        yield
-        return
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(f"{path}.lock", "a") as lock:
-        deadline = time.monotonic() + LOCKED_DEADLINE_SECONDS
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{path}.lock was held for {LOCKED_DEADLINE_SECONDS:.0f} s") from None
-                time.sleep(0.05)
-            except OSError:  # a file system without locks: MLflow's own checks have to do
-                break
-        yield
-
-
-# ---- small things
-
-
-class _NotFromThread(logging.Filter):
-    """Drops what one thread logs: MLflow narrates its migrations and repeats as errors what it raises anyway."""
-
-    def __init__(self, thread: int) -> None:
-        super().__init__()
-        self._thread = thread
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.thread != self._thread
-
-
-@contextlib.contextmanager
-def _quiet_loggers() -> Iterator[Callable[[], None]]:
-    """While open, this thread's chatter through MLflow's loggers is dropped; call the value once MLflow has made its handlers."""
-    silence = _NotFromThread(threading.get_ident())
-    quiet: list[logging.Filterer] = [logging.getLogger(name) for name in ("urllib3.connectionpool", "alembic.runtime.migration")]
-
-    def add_handlers() -> None:
-        for name in ("mlflow", "alembic", "sqlalchemy.engine"):
-            quiet.extend(logging.getLogger(name).handlers)
-        for place in quiet:
-            place.addFilter(silence)
-
-    try:
-        yield add_handlers
-    finally:
-        for place in quiet:
-            place.removeFilter(silence)
 
 
 def _name(key: str) -> str:

@@ -1,0 +1,86 @@
+"""Evaluate a checkpoint: nats a token, perplexity and bits a byte, on its own validation data or on any other.
+
+    python jobs/evaluate.py --checkpoint runs/tiny-muloco-k4
+    python jobs/evaluate.py --checkpoint runs/tiny-muloco-k4 --data.source my/texts --validation-tokens 1000000
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from _main import run
+
+from ray_muloco.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What to evaluate, on what."""
+
+    checkpoint: str
+    """Directory or URI of a checkpoint or of a run."""
+    source: Annotated[str, tyro.conf.arg(name="data.source")] = ""
+    """Data to evaluate on; empty takes the data the checkpoint was trained with."""
+    split: Literal["validation", "train"] = "validation"
+    """Side of the data."""
+    validation_tokens: int = 0
+    """Tokens to evaluate at most; 0 takes as many as the run did."""
+    cache: str = "runs/.data"
+    """Local directory for token shards built from raw text."""
+    threads: int = 0
+    """CPU threads; 0 takes all cores."""
+    json: str = ""
+    """Write the figures to this file."""
+
+
+def main() -> int:
+    """Run the job; returns its exit code."""
+    flags = tyro.cli(Flags, description=__doc__)
+    if flags.validation_tokens < 0:
+        raise ConfigError("validation-tokens", flags.validation_tokens, "must be 0 (as the run) or more")
+    import torch
+
+    torch.set_num_threads(flags.threads or os.cpu_count() or 1)
+    figures = evaluate(flags)
+    print("\n".join(f"{name:20} {value}" for name, value in figures.items()))
+    if flags.json:
+        Path(flags.json).write_text(json.dumps(figures, indent=2))
+    return 0
+
+
+def evaluate(flags: Flags) -> dict[str, object]:
+    """Loss of the checkpoint's parameters over the first sequences of a split, in fp32."""
+    from contextlib import nullcontext
+
+    import torch
+
+    from ray_muloco.data.dataset import open_dataset
+    from ray_muloco.training.evaluate import combine, num_validation_sequences, sequence_losses
+    from ray_muloco.training.inference import load_trained
+
+    trained = load_trained(flags.checkpoint)
+    length = trained.config.model.sequence_length
+    data = trained.config.override({"data.source": flags.source}).data if flags.source else trained.config.data
+    dataset = open_dataset(data, sequence_length=length, vocab_size=trained.config.model.vocab_size, cache_dir=os.path.abspath(flags.cache))
+    if dataset.tokenizer.spec != trained.tokenizer.spec:
+        raise ConfigError("data.source", data.source, "was prepared with another tokenizer than the checkpoint was trained with", "prepare it with the checkpoint's tokenizer")
+    shards = dataset.validation if flags.split == "validation" else dataset.train
+    num_sequences = num_validation_sequences(flags.validation_tokens or trained.config.validation_tokens, shards.num_sequences(length), length)
+    losses = sequence_losses(
+        trained.model, shards, trained.tokenizer.token_num_bytes, range(num_sequences), length=length, device=torch.device("cpu"), autocast=nullcontext
+    )
+    result = combine(losses, length)
+    return {
+        "checkpoint": flags.checkpoint, "round": trained.round_number, "split": flags.split, "tokens": result.num_tokens, "loss": result.loss,
+        "perplexity": math.exp(result.loss), "bits_per_byte": result.bits_per_byte,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    run(main)
