@@ -7,6 +7,7 @@ processes, in any order, cuts the same corpus in the same places.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import platform
 import sysconfig
@@ -147,7 +148,7 @@ def iter_pieces(files: Iterable[SourceFile], text_column: str, unit_bytes: int) 
         elif file.num_bytes > unit_bytes and not file.name.endswith(".gz"):
             parts = -(-file.num_bytes // unit_bytes)
             edges = [file.num_bytes * i // parts for i in range(parts + 1)]
-            for start, stop in zip(edges, edges[1:], strict=False):
+            for start, stop in itertools.pairwise(edges):
                 yield Piece(file=file, start=start, stop=stop, weight=stop - start)
         else:
             yield Piece(file=file, start=0, stop=file.num_bytes, weight=file.num_bytes)

@@ -61,9 +61,12 @@ def find_prepared(data: DataConfig) -> Prepared | None:
         raise ConfigError("data.source", location.text, f"holds {version!r}; this program reads {FORMAT!r}", "prepare it again")
     prepared = Prepared(location, manifest)
     try:
-        for side in (TRAIN, VALIDATION):
-            int(manifest["splits"][side]["num_tokens"]), prepared.records(side)
-        int(manifest["vocab_size"]), manifest["tokenizer"], manifest["tokenizer_digest"]
+        counts = [sum(record.num_tokens for record in prepared.records(side)) for side in (TRAIN, VALIDATION)]
+        if counts != [manifest["splits"][side]["num_tokens"] for side in (TRAIN, VALIDATION)]:
+            raise ValueError("its counts of tokens disagree")
+        for key, kind in (("vocab_size", int), ("tokenizer", str), ("tokenizer_digest", str)):
+            if not isinstance(manifest[key], kind):
+                raise TypeError(f"{key} is {manifest[key]!r}")
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError("data.source", location.child(MANIFEST).text, f"is damaged ({type(error).__name__}: {error})", "prepare it again") from None
     return prepared

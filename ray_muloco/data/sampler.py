@@ -18,6 +18,7 @@ _ROUNDS = 6
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xD6E8FEB86659FD93)
 _SHIFT = np.uint64(32)
+_BLOCK, _KEPT_BLOCKS = 1024, 8  # places permuted at once: a batch asks for neighbours, and small arrays cost NumPy as much as large ones
 
 
 class SampleOrder:
@@ -31,6 +32,7 @@ class SampleOrder:
         if num_sequences < 1:
             raise ValueError(f"num_sequences is {num_sequences}: an order needs at least one sequence")
         self.seed, self.num_sequences = seed, num_sequences
+        self._kept: dict[tuple[int, int], NDArray[np.int64]] = {}
 
     def sequence_indices(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Sequence numbers, in [0, num_sequences), of sample indices i >= 0 of any epochs; shapes are equal."""
@@ -42,13 +44,28 @@ class SampleOrder:
             raise ValueError(f"sample index {low} is negative")
         first, last = low // self.num_sequences, high // self.num_sequences
         if first == last:
-            return self._permute(indices - first * self.num_sequences, first)
+            places = indices - first * self.num_sequences
+            block, end = (low - first * self.num_sequences) // _BLOCK, (high - first * self.num_sequences) // _BLOCK
+            if end == block:
+                return self._block(first, block)[places - block * _BLOCK]
+            if end == block + 1:
+                return np.concatenate([self._block(first, block), self._block(first, end)])[places - block * _BLOCK]
+            return self._permute(places, first)
         epochs, places = np.divmod(indices, self.num_sequences)
         result = np.empty_like(indices)
         for epoch in np.unique(epochs).tolist():
             chosen = epochs == epoch
             result[chosen] = self._permute(places[chosen], epoch)
         return result
+
+    def _block(self, epoch: int, block: int) -> NDArray[np.int64]:
+        """The permuted places of a block, kept for the calls that follow."""
+        if (epoch, block) not in self._kept:
+            while len(self._kept) >= _KEPT_BLOCKS:
+                del self._kept[next(iter(self._kept))]
+            start = block * _BLOCK
+            self._kept[epoch, block] = self._permute(np.arange(start, min(start + _BLOCK, self.num_sequences)), epoch)
+        return self._kept[epoch, block]
 
     def _permute(self, places: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         keys = _keys(self.seed, epoch)

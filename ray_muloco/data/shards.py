@@ -99,7 +99,7 @@ class TokenShards:
         self._starts = np.concatenate([[0], np.cumsum([record.num_tokens for record in self.records], dtype=np.int64)]).astype(np.int64)
         self._bounded = int(self._starts[-1]) * dtype.itemsize <= MAPPED_BYTES
         self._touched_bytes = 0
-        self._windows: dict[int, NDArray[Any]] = {}
+        self._windows: dict[tuple[int, int], NDArray[Any]] = {}
 
     @property
     def num_tokens(self) -> int:

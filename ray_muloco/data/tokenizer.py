@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,7 +55,7 @@ class ByteTokenizer:
     separator_id = 256
     unknown_id = None
 
-    @cached_property
+    @property
     def token_num_bytes(self) -> NDArray[np.int32]:
         """Bytes of text behind each id, [vocab_size]; the separator stands for none."""
         return np.array([1] * 256 + [0], dtype=np.int32)
@@ -91,6 +90,7 @@ class JsonTokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ConfigError("data.tokenizer", name, f"is no tokenizer.json that the tokenizers library reads ({error})") from None
         self.spec = text
+        self._num_bytes: NDArray[np.int32] | None = None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -108,9 +108,14 @@ class JsonTokenizer:
         else:
             self.unknown_id = vocabulary.get(unknown) if unknown else None
 
-    @cached_property
+    @property
     def token_num_bytes(self) -> NDArray[np.int32]:
         """Bytes of text behind each id, [vocab_size] (exact for byte-level vocabularies); special tokens stand for none."""
+        if self._num_bytes is None:
+            self._num_bytes = self._count_bytes()
+        return self._num_bytes
+
+    def _count_bytes(self) -> NDArray[np.int32]:
         byte_level = _mentions_byte_level(self._settings)
         special = {token["content"] for token in self._settings.get("added_tokens") or [] if token.get("special")}
         added = {token["content"] for token in self._settings.get("added_tokens") or []}

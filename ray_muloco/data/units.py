@@ -180,7 +180,7 @@ class _ShardWriter:
         tokens, record = self._buffer[: self._used], self._record
         name = f"{self._prefix}-{len(record.shards):03d}.arrow"
         num_bytes = self._output.write(name, lambda sink: write_shard(tokens, sink))
-        record.shards.append(ShardRecord(file=name, num_tokens=len(tokens), num_bytes=num_bytes, sha256=hashlib.sha256(tokens).hexdigest()))
+        record.shards.append(ShardRecord(file=name, num_tokens=len(tokens), num_bytes=num_bytes, sha256=hashlib.sha256(tokens.data).hexdigest()))
         for start in range(0, len(tokens), _COUNT_TOKENS):  # in parts: counting makes an int64 copy
             record.counts += np.bincount(tokens[start : start + _COUNT_TOKENS], minlength=self._vocab_size)
         self._used = 0
