@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -38,7 +40,8 @@ def parse(kind: Callable[..., _T], **options: Any) -> _T:
     import tyro
 
     try:
-        return tyro.cli(kind, console_outputs=False, **options)
+        with contextlib.redirect_stderr(io.StringIO()):  # some of its boxes ignore console_outputs
+            return tyro.cli(kind, console_outputs=False, **options)
     except SystemExit as stop:
         error = _behind(stop)
         if error is not None:
