@@ -16,7 +16,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from ray_muloco.config import ModelConfig
 from ray_muloco.core.attention import EXPLICIT_MAX_LENGTH, Positions, attend, document_mask, rotary_table, score_bias
@@ -105,7 +105,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
-        self._rotary: Tensor | None = None
+        self._rotary = rotary_table(config.sequence_length, config.head_dim, config.rope_theta, torch.device("cpu"))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [B, T, V] in fp32 of tokens [B, T] int64."""
@@ -116,7 +116,7 @@ class Decoder(nn.Module):
             x = self.embedding(tokens)  # [B, T, D]
             for block in self.blocks:
                 if self.activation_checkpointing and torch.is_grad_enabled():
-                    x = checkpoint(block, x, positions, dtype, use_reentrant=False, preserve_rng_state=False)
+                    x = cast(Tensor, checkpoint(block, x, positions, dtype, use_reentrant=False, preserve_rng_state=False))
                 else:
                     x = block(x, positions, dtype)
             return project(self.final_norm(x, dtype), self.head.weight).float()
@@ -130,8 +130,10 @@ class Decoder(nn.Module):
 
     def _positions(self, tokens: Tensor, dtype: torch.dtype) -> Positions:
         length, config = tokens.shape[1], self.config
-        if self._rotary is None or self._rotary.shape[0] < length or self._rotary.device != tokens.device:
-            self._rotary = rotary_table(max(length, config.sequence_length), config.head_dim, config.rope_theta, tokens.device)
+        if self._rotary.shape[0] < length or self._rotary.device != tokens.device:
+            # a table made under inference_mode could not be saved for a later backward pass
+            with torch.inference_mode(False):
+                self._rotary = rotary_table(max(length, config.sequence_length), config.head_dim, config.rope_theta, tokens.device)
         mask = document_mask(tokens, self.separator_id)
         explicit = dtype is torch.bfloat16 and tokens.device.type == "cpu" and length <= EXPLICIT_MAX_LENGTH
         bias = score_bias(mask, length, config.num_heads, dtype) if explicit else None
