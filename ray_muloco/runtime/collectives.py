@@ -10,20 +10,20 @@ Ranks exist here and in the files below only; callers know replicas.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ray_muloco.errors import CollectiveError
-from ray_muloco.runtime.rendezvous import Membership, StoreServer, connect, give_up, roll_call, sweep
+from ray_muloco.runtime.rendezvous import GLOO, NCCL, RAY_NCCL, Membership, StoreServer, form, sentence
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-GLOO, NCCL, RAY_NCCL = "MULOCO_GLOO", "MULOCO_NCCL", "NCCL"
 DESCRIPTION_BYTES = 128
 
-__all__ = ["GLOO", "NCCL", "RAY_NCCL", "Group", "Membership", "StoreServer", "join"]
+__all__ = ["GLOO", "NCCL", "RAY_NCCL", "Group", "Membership", "StoreServer", "join", "why_unavailable"]
 
 # Ray hands a backend (world_size, rank, group_name) and nothing else; what else a formation needs waits here by name.
 _forming: dict[str, Callable[[], Any]] = {}
@@ -35,15 +35,18 @@ def join(membership: Membership, watch: Callable[[], str] | None = None) -> Grou
     watch: asked while others are awaited; a non-empty answer ends the formation at once, for every member.
     Raises CollectiveError when a member did not come in time, died, or `watch` gave a reason.
     """
+    import ray
     from ray.util import collective
 
     _register()
-    group = Group(membership)
-    _forming[membership.name] = lambda: _form(membership, watch)
+    group, backend = Group(membership), cast(Any, membership.backend)
+    _forming[membership.name] = lambda: form(membership, ray.util.get_node_ip_address(), watch)
     try:
+        if reason := why_unavailable(membership.backend):
+            raise group._lost("join", 0.0, reason)
         group._attempt(
             "join",
-            lambda: collective.init_collective_group(membership.world_size, membership.rank, membership.backend, membership.name),
+            lambda: collective.init_collective_group(membership.world_size, membership.rank, backend, membership.name),
         )
     finally:
         _forming.pop(membership.name, None)
@@ -51,14 +54,19 @@ def join(membership: Membership, watch: Callable[[], str] | None = None) -> Grou
 
 
 class Group:
-    """One member's hold on one generation's group. Not for two threads at once: members must issue calls in one order.
+    """One member's hold on one generation's group.
 
-    Tensors are contiguous and on the backend's device. Methods ending in `_` work in place.
+    Tensors are contiguous and on the backend's device. Methods ending in `_` work in place. Members issue collectives in
+    one order, one at a time; only transfers between different pairs of ranks may run in several threads at once.
     """
 
     def __init__(self, membership: Membership) -> None:
         self.name, self.rank, self.world_size = membership.name, membership.rank, membership.world_size
         self.backend = membership.backend
+        self.scratch: dict[str, Tensor] = {}
+        """Buffers the exchange keeps from round to round: fresh pages cost more than what is written into them."""
+        self._failure: CollectiveError | None = None
+        self._lock = threading.Lock()
 
     def reduce_(self, buffer: Tensor, root: int = 0) -> None:
         """buffer <- sum over all ranks at root. Elsewhere the buffer is scratch: its content afterwards is undefined."""
@@ -69,7 +77,7 @@ class Group:
         self._call("broadcast", buffer, src_rank=root)
 
     def allreduce_(self, buffer: Tensor, operation: str = "SUM") -> None:
-        """buffer <- SUM, MIN, MAX or PRODUCT over all ranks, everywhere."""
+        """buffer <- SUM, MIN, MAX or PRODUCT over all ranks, everywhere, with the same bits."""
         from ray.util.collective.types import ReduceOp
 
         self._call("allreduce", buffer, op=ReduceOp[operation])
@@ -106,62 +114,77 @@ class Group:
             raise self._lost("agree", 0.0, odd)
 
     def leave(self) -> None:
-        """Let go of the group: its sockets, and what Ray keeps under its name. Idempotent."""
+        """Let go of the group: its sockets, its scratch, and what Ray keeps under its name. Idempotent."""
         from ray.util import collective
 
+        self.scratch.clear()
         if collective.is_group_initialized(self.name):
             collective.destroy_collective_group(self.name)
+        if self.backend == RAY_NCCL:
+            _forget_stock_store(self.name)
 
     def _call(self, operation: str, *arguments: Any, **options: Any) -> None:
         from ray.util import collective
 
+        if self._failure is not None:
+            raise self._failure
         self._attempt(operation, lambda: getattr(collective, operation)(*arguments, group_name=self.name, **options))
+        if self.backend == RAY_NCCL:
+            _synchronize()
 
     def _attempt(self, operation: str, call: Callable[[], None]) -> None:
         started, cause = time.monotonic(), ""
         try:
             call()
         except Exception as error:
-            cause = _sentence(error)
+            cause = sentence(error)
         # outside the handler: the caught traceback would be carried along, and with it whatever its frames hold
         if cause:
             raise self._lost(operation, time.monotonic() - started, cause)
 
     def _lost(self, operation: str, seconds: float, cause: str) -> CollectiveError:
+        """Drop the group; the first failure is the one that every later call repeats, not those it causes."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = CollectiveError(self.name, operation, seconds, cause)
         self.leave()
-        return CollectiveError(self.name, operation, seconds, cause)
+        return self._failure
 
 
-def _sentence(error: Exception) -> str:
-    first = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {first[0][:300]}" if first else type(error).__name__
+def why_unavailable(backend: str) -> str:
+    """The reason why this process cannot join groups of a backend, with the remedy; empty when it can."""
+    if backend == GLOO:
+        return ""
+    from ray.util.collective import is_backend_available
+
+    from ray_muloco.runtime import nccl_backend
+
+    if reason := nccl_backend.why_unavailable():
+        return reason
+    if backend == RAY_NCCL and not is_backend_available(RAY_NCCL):
+        return "Ray's NCCL group needs cupy; install cupy-cuda12x (cupy-cuda13x for a CUDA 13 torch), or use --scaling.collective nccl"
+    return ""
 
 
-def _form(membership: Membership, watch: Callable[[], str] | None) -> Any:
-    """The connected transport of one member; on failure the others are told and nothing stays behind here."""
-    from ray.util import get_node_ip_address
-    from torch.distributed import PrefixStore
+def _synchronize() -> None:
+    """Wait for the device: Ray's NCCL group works on a stream of its own and returns early."""
+    import torch
 
-    store = connect(membership)
-    roll_call(store, membership, watch)
-    place = {"rank": membership.rank, "world_size": membership.world_size, "timeout_seconds": membership.timeout_seconds}
-    own_keys = PrefixStore(f"{membership.name}/group", store)
+    torch.cuda.synchronize()
+
+
+def _forget_stock_store(group_name: str) -> None:
+    """End the detached actor in which Ray's NCCL group keeps its communicator id, which outlives a rank 0 that died.
+
+    It is named after the GPU's number in its process (0 for a replica that sees one GPU) and the group.
+    """
+    import ray
+    from ray.util.collective.const import get_store_name
+
     try:
-        if membership.backend == NCCL:
-            from ray_muloco.runtime.nccl_backend import NcclTransport
-
-            transport = NcclTransport(own_keys, **place)
-        else:
-            from ray_muloco.runtime.gloo_backend import GlooTransport
-
-            transport = GlooTransport(own_keys, host=get_node_ip_address(), **place)
-        transport.barrier()
-    except Exception as error:
-        give_up(store, membership, f"rank {membership.rank} failed: {_sentence(error)}")
-        raise
-    if membership.rank == 0:
-        sweep(store, membership)
-    return transport
+        ray.kill(ray.get_actor(get_store_name(f"0@{group_name}")))
+    except ValueError:  # rank 0 lived to end it, or no communicator was ever made
+        return
 
 
 def _register() -> None:

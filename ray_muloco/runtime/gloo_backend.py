@@ -41,13 +41,13 @@ class Transport:
 
     def allreduce(self, tensor: Tensor, operation: str) -> None:
         """tensor <- op over all ranks, everywhere, in place."""
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = REDUCE_OPS[operation]
         self._run("allreduce", [tensor], options)
 
     def reduce(self, tensor: Tensor, root: int, operation: str) -> None:
         """tensor <- op over all ranks at root; elsewhere the tensor is scratch and its content afterwards undefined."""
-        options = dist.ReduceOptions()
+        options: Any = dist.ReduceOptions()
         options.reduceOp, options.rootRank, options.rootTensor = REDUCE_OPS[operation], root, 0
         self._run("reduce", [tensor], options)
 
@@ -63,7 +63,7 @@ class Transport:
 
     def reduce_scatter(self, tensor: Tensor, inputs: list[Tensor], operation: str) -> None:
         """tensor <- op over all ranks of their inputs[own rank]."""
-        options = dist.ReduceScatterOptions()
+        options: Any = dist.ReduceScatterOptions()
         options.reduceOp = REDUCE_OPS[operation]
         self._run("reduce_scatter", [tensor], [inputs], options)
 
@@ -97,16 +97,16 @@ class GlooTransport(Transport):
     Legend: world_size ranks in [0, world_size).
     """
 
-    def __init__(self, store: dist.Store, *, rank: int, world_size: int, host: str, timeout_seconds: float) -> None:
+    def __init__(self, store: Any, *, rank: int, world_size: int, host: str, timeout_seconds: float) -> None:
         """Connect to every other rank through `store`.
 
         store: this generation's own keys and nothing else's.
         host: address of the interface to use; what the host name resolves to is often 127.0.0.1.
         timeout_seconds: bound of the formation and of each operation.
         """
-        options = dist.ProcessGroupGloo._Options()
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=timeout_seconds)
         options._threads = NUM_SENDING_THREADS
         # not lazy: a member that cannot be reached shows now and not in the middle of a sum
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
-        super().__init__(dist.ProcessGroupGloo(store, rank, world_size, options))  # type: ignore[arg-type]
+        super().__init__(dist.ProcessGroupGloo(store, rank, world_size, options))

@@ -1,12 +1,15 @@
 """The replicas' own group over NCCL, for GPUs of one fabric, with the timeout and the abort that Ray's NCCL lacks.
 
-What has been run of this file is its refusal without CUDA and the checks of its arguments against torch's own
-signatures; no sum over two GPUs has been taken with it yet. NCCL wants one GPU a rank, so the coordinator, which has none,
-is not a member: the lowest replica hands it the sum over Gloo.
+Of this file, the refusal without CUDA has been run, and its options have been checked against torch's signatures; it has
+not yet summed over GPUs. NCCL wants one GPU a rank, so the coordinator, which has none, is not a member: the lowest replica
+hands it the sum over Gloo.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,25 +18,23 @@ import torch.distributed as dist
 
 from ray_muloco.runtime.gloo_backend import Transport
 
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+
 
 class NcclTransport(Transport):
     """CUDA tensors of this process's current device; each call returns when the device has finished it."""
 
-    def __init__(self, store: dist.Store, *, rank: int, world_size: int, timeout_seconds: float) -> None:
-        """Create the communicator among all ranks.
+    def __init__(self, store: Any, *, rank: int, world_size: int, timeout_seconds: float) -> None:
+        """Create the communicator among all ranks; RuntimeError with the remedy where there is no CUDA or no NCCL.
 
         store: this generation's own keys and nothing else's.
-        timeout_seconds: bound of the formation and of each operation; torch's watchdog aborts what exceeds it.
+        timeout_seconds: bound of each operation; what exceeds it is aborted, and raises in the caller.
         """
         unavailable = why_unavailable()
         if unavailable:
             raise RuntimeError(unavailable)
-        device = torch.device("cuda", torch.cuda.current_device())
-        options = nccl_options(timeout_seconds)
-        group = dist.ProcessGroupNCCL(store, rank, world_size, options)  # type: ignore[attr-defined]
-        # now and not at the first sum, so that a missing member shows in the formation
-        group.eager_connect_single_device(device)
-        self._device = device
+        with blocking_wait():
+            group = dist.ProcessGroupNCCL(store, rank, world_size, nccl_options(timeout_seconds))  # type: ignore[attr-defined]
         super().__init__(group)
 
     def close(self) -> None:
@@ -41,11 +42,6 @@ class NcclTransport(Transport):
         group, self._group = self._group, None
         if group is not None:
             group.abort()
-
-    def _run(self, method: str, *arguments: Any) -> None:
-        super()._run(method, *arguments)
-        # NCCL's wait() orders streams and returns early; the caller reads from the CPU side next
-        torch.cuda.synchronize(self._device)
 
 
 def why_unavailable() -> str:
@@ -58,8 +54,25 @@ def why_unavailable() -> str:
 
 
 def nccl_options(timeout_seconds: float) -> Any:
-    """Options of a blocking communicator whose operations fail after timeout_seconds."""
-    options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+    """Options of a communicator whose operations fail after timeout_seconds."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=False)  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_seconds)
-    options.is_high_priority_stream = False
     return options
+
+
+@contextmanager
+def blocking_wait() -> Iterator[None]:
+    """Inside, a new NCCL group raises its timeouts and its peers' deaths in the caller's wait().
+
+    torch reads this switch from the environment as it makes a group; without it, its watchdog ends the whole process, and
+    with it a replica that could have gone on. It is put back, so that other groups of the process keep torch's default.
+    """
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before

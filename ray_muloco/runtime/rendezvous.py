@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+GLOO, NCCL, RAY_NCCL = "MULOCO_GLOO", "MULOCO_NCCL", "NCCL"
 POLL_SECONDS = 0.005
 SERVER_TIMEOUT_SECONDS = 300.0
 
@@ -34,7 +35,7 @@ class Membership:
     """This member's position, in [0, world_size)."""
     timeout_seconds: float
     """Bound of the formation and of each operation."""
-    backend: str = "MULOCO_GLOO"
+    backend: str = GLOO
     """MULOCO_GLOO, MULOCO_NCCL, or NCCL for Ray's stock group."""
 
     @property
@@ -51,7 +52,7 @@ class StoreServer:
 
     def __init__(self, host: str) -> None:
         """host: address of this machine that the replicas can reach; the port is chosen by the system."""
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         timeout = timedelta(seconds=SERVER_TIMEOUT_SECONDS)
         self._store: Any = TCPStore(host, 0, None, True, timeout=timeout, wait_for_workers=False)
@@ -66,9 +67,40 @@ class StoreServer:
         self._store = None
 
 
+def form(membership: Membership, host: str, watch: Callable[[], str] | None = None) -> Any:
+    """The connected transport of one member; on failure the others are told, and nothing stays behind here.
+
+    host: address of this node, whose interface carries the group's traffic. watch: see `roll_call`.
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    store = connect(membership)
+    roll_call(store, membership, watch)
+    try:
+        transport = _transport(membership, PrefixStore(f"{membership.name}/group", store), host)
+        transport.barrier()
+    except Exception as error:
+        give_up(store, membership, f"rank {membership.rank} failed: {sentence(error)}")
+        raise
+    if membership.rank == 0:
+        sweep(store, membership)
+    return transport
+
+
+def _transport(membership: Membership, own_keys: Any, host: str) -> Any:
+    place = {"rank": membership.rank, "world_size": membership.world_size, "timeout_seconds": membership.timeout_seconds}
+    if membership.backend == NCCL:
+        from ray_muloco.runtime.nccl_backend import NcclTransport
+
+        return NcclTransport(own_keys, **place)
+    from ray_muloco.runtime.gloo_backend import GlooTransport
+
+    return GlooTransport(own_keys, host=host, **place)
+
+
 def connect(membership: Membership) -> Any:
     """A client of the run's store, its own connection, bounded by the membership's timeout."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, _, port = membership.address.rpartition(":")
     timeout = timedelta(seconds=membership.timeout_seconds)
@@ -120,3 +152,9 @@ def sweep(store: Any, membership: Membership) -> None:
             same = int(parts[1]) == membership.generation
             if not same or parts[2] == membership.backend:
                 store.delete_key(key)
+
+
+def sentence(error: BaseException) -> str:
+    """An error in one line: its type and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
