@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from ray_muloco.config import DataConfig
 from ray_muloco.data.corpus import SourceFile, Unit, find_files, plan_units, source_fingerprint
 from ray_muloco.data.documents import Split, document_key, passages
 from ray_muloco.data.locations import PART, OutputDirectory, reading, without_secrets
-from ray_muloco.data.tokenizer import BYTES, Tokenizer, bpe_size, spec_digest, tokenizer_from_spec, train_bpe
+from ray_muloco.data.tokenizer import BYTES, SMALLEST_BPE, Tokenizer, bpe_size, spec_digest, tokenizer_from_spec, train_bpe
 from ray_muloco.data.units import TRAIN, VALIDATION, SideRecord, UnitJob, UnitRecord, build_unit, finished_unit
 from ray_muloco.errors import ConfigError
 
@@ -98,9 +99,10 @@ def begin(plan: Plan, output: OutputDirectory) -> str:
     state = json.loads(text) if text else {}
     if state.get("key") != plan.key:
         output.delete(STATE)
+        output.write(f"{STATE}/plan.json", json.dumps({"key": plan.key, "mode": ""}).encode())
         state = {}
     for name in output.names():
-        if name.endswith(PART) or (not state and is_shard_name(name)):
+        if is_leftover(name) and (not state or name.endswith(PART)):
             output.delete(name)
     return state.get("mode", "")
 
@@ -119,28 +121,30 @@ def publish(output: OutputDirectory, manifest: dict[str, Any], tokenizer: Tokeni
         output.write(TOKENIZER, tokenizer.spec.encode())
     named = {shard["file"] for side in manifest["splits"].values() for shard in side["shards"]}
     for name in output.names():
-        if is_shard_name(name) and name not in named:
+        if is_leftover(name) and name not in named:
             output.delete(name)
     output.write(MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
     output.delete(STATE)
 
 
-def is_shard_name(name: str) -> bool:
-    """Whether this could be a shard that a build wrote."""
-    return name.endswith(".arrow") and name.startswith((TRAIN, VALIDATION))
+_SHARD_NAME = re.compile(rf"({TRAIN}|{VALIDATION})-\d{{5,}}-\d{{3,}}\.arrow")
 
 
-def bpe_or_loaded(spec: str, plan: Plan, output: OutputDirectory, load: Callable[[str], Tokenizer]) -> Tokenizer:
-    """The tokenizer of a specification; `bpe:N` is trained on the source's training documents, once for each plan."""
-    size = bpe_size(spec)
-    if size is None:
-        return load(spec)
-    name = f"{STATE}/{TOKENIZER}"
+def is_leftover(name: str) -> bool:
+    """Whether a build could have written a file of this name: a shard, or one that it was still writing."""
+    if name.endswith(PART):
+        return bool(_SHARD_NAME.match(name)) or name.startswith((MANIFEST, TOKENIZER))
+    return bool(_SHARD_NAME.fullmatch(name))
+
+
+def trained_bpe(plan: Plan, output: OutputDirectory) -> Tokenizer:
+    """The tokenizer of `bpe:N`, trained on the source's training documents once for each plan and kept with its state."""
+    size, name = bpe_size(plan.data.tokenizer), f"{STATE}/{TOKENIZER}"
     kept = output.read(name)
     if kept is None:
-        kept = train_bpe(_training_texts(plan), size).encode()
+        kept = train_bpe(_training_texts(plan), size or SMALLEST_BPE).encode()
         output.write(name, kept)
-    return tokenizer_from_spec(kept.decode(), spec)
+    return tokenizer_from_spec(kept.decode(), plan.data.tokenizer)
 
 
 def _training_texts(plan: Plan) -> Iterator[str]:

@@ -6,20 +6,15 @@ caller that finds another at work waits for it, and what a killed one left is co
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import hashlib
-import shutil
-import time
-import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ray_muloco.config import DataConfig
 from ray_muloco.data import build
+from ray_muloco.data.cache import once
 from ray_muloco.data.corpus import SourceFile, find_files, iter_pieces
 from ray_muloco.data.documents import Split, parquet_weights, passages
 from ray_muloco.data.locations import OutputDirectory, resolve
@@ -27,10 +22,8 @@ from ray_muloco.data.prepared import Prepared, find_prepared, mirror, open_prepa
 from ray_muloco.data.shards import TokenShards
 from ray_muloco.data.tokenizer import BYTES, Tokenizer, load_tokenizer, spec_digest
 from ray_muloco.data.units import TRAIN, VALIDATION
-from ray_muloco.errors import ConfigError, RunError
+from ray_muloco.errors import ConfigError
 
-LOCK_WAIT_SECONDS = 3600.0
-_LOCK_POLL_SECONDS = 0.05
 _PARQUET_TO_CHECK = 64
 _HASH_LOOK_BYTES = 4 << 20
 _BYTES_PER_TOKEN = 16  # more than any tokenizer makes of ordinary text
@@ -149,26 +142,13 @@ def _dataset(prepared: Prepared) -> Dataset:
 
 def _cached(plan: build.Plan, mode: str, tokenizer: Tokenizer, cache_dir: Path) -> Prepared:
     """The cached directory of one way to split, built if it is missing or damaged."""
-    final = cache_dir / f"shards-{plan.key[:16]}-{mode}"
-    if (found := _whole(final)) is not None:
-        return found
-    try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError("storage", f"the cache {cache_dir} cannot be made: {error}") from None
-    with _building_lock(final.with_name(f".{final.name}.lock")) as alone:
-        if (found := _whole(final)) is not None:
-            return found
-        # with the lock, what is there was left by a killed builder and is continued; without it, keep out of the other's way
-        working = final.with_name(f".{final.name}.building" + ("" if alone else f"-{uuid.uuid4().hex}"))
+
+    def make(working: Path) -> None:
         output = OutputDirectory(resolve(str(working), "run.storage-path"))
         build.begin(plan, output)
         build.publish(output, build.build_shards(plan, mode, output, tokenizer), tokenizer)
-        _move_into_place(working, final)
-    found = _whole(final)
-    if found is None:
-        raise RunError("storage", f"the cache {final} is damaged as soon as it is written")
-    return found
+
+    return once(cache_dir / f"shards-{plan.key[:16]}-{mode}", _whole, make)
 
 
 def _whole(directory: Path) -> Prepared | None:
@@ -182,35 +162,3 @@ def _whole(directory: Path) -> Prepared | None:
     except ConfigError:
         return None
     return found
-
-
-def _move_into_place(working: Path, final: Path) -> None:
-    """Rename the finished directory; a damaged one in its place goes, a whole one that came first stays."""
-    if final.exists() and _whole(final) is None:
-        shutil.rmtree(final, ignore_errors=True)
-    try:
-        working.rename(final)
-    except OSError:
-        if _whole(final) is None:
-            raise
-        shutil.rmtree(working, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _building_lock(path: Path) -> Iterator[bool]:
-    """Held by one builder at a time; saves work, and safety does not depend on it: False where it could not be had in time."""
-    with open(path, "w") as file:
-        deadline = time.monotonic() + LOCK_WAIT_SECONDS
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    yield False
-                    return
-                time.sleep(_LOCK_POLL_SECONDS)
-            except OSError:  # a file system without locks
-                yield False
-                return
-        yield True

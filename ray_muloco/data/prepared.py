@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ray_muloco.config import DataConfig
 from ray_muloco.data.build import FORMAT, MANIFEST, STATE, TOKENIZER
+from ray_muloco.data.cache import once
 from ray_muloco.data.corpus import EMBEDDED
 from ray_muloco.data.locations import Location, reading, resolve
 from ray_muloco.data.shards import ShardRecord, TokenShards
 from ray_muloco.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, tokenizer_from_spec
 from ray_muloco.data.units import TRAIN, VALIDATION
-from ray_muloco.errors import ConfigError, RunError
+from ray_muloco.errors import ConfigError
 
 _FAMILY = FORMAT.rpartition(" ")[0]
 _COPY_BYTES = 8 << 20
@@ -36,7 +34,7 @@ class Prepared:
         return [ShardRecord(**shard) for shard in self.manifest["splits"][side]["shards"]]
 
 
-def find_prepared(data: DataConfig) -> Prepared | None:
+def find_prepared(data: DataConfig, *, allow_unfinished: bool = False) -> Prepared | None:
     """The prepared shards that a configuration's source names, None if it is something else.
 
     Raises ConfigError for shards of another version, for a damaged manifest and for a directory whose preparation was interrupted.
@@ -47,7 +45,7 @@ def find_prepared(data: DataConfig) -> Prepared | None:
     if location.info().type.name != "Directory":
         return None
     if not location.child(MANIFEST).info().is_file:
-        if location.child(STATE).child("plan.json").info().is_file:
+        if not allow_unfinished and location.child(STATE).child("plan.json").info().is_file:
             raise ConfigError("data.source", location.text, "was not prepared to the end", "run the same jobs/prepare.py again: it goes on where it stopped")
         return None
     try:
@@ -64,6 +62,8 @@ def find_prepared(data: DataConfig) -> Prepared | None:
         counts = [sum(record.num_tokens for record in prepared.records(side)) for side in (TRAIN, VALIDATION)]
         if counts != [manifest["splits"][side]["num_tokens"] for side in (TRAIN, VALIDATION)]:
             raise ValueError("its counts of tokens disagree")
+        if any("/" in record.file or record.file.startswith(".") for side in (TRAIN, VALIDATION) for record in prepared.records(side)):
+            raise ValueError("a shard lies outside")
         for key, kind in (("vocab_size", int), ("tokenizer", str), ("tokenizer_digest", str)):
             if not isinstance(manifest[key], kind):
                 raise TypeError(f"{key} is {manifest[key]!r}")
@@ -83,25 +83,25 @@ def open_prepared(prepared: Prepared) -> tuple[TokenShards, TokenShards, Tokeniz
 
 
 def mirror(prepared: Prepared, cache_dir: str) -> Prepared:
-    """Local directories as they are; others are copied below `cache_dir` once, named by their manifest's content."""
+    """Local directories as they are; others are copied below `cache_dir` once, named by where and what they are."""
     if prepared.location.is_local:
         return prepared
+    files = {shard.file: shard.num_bytes for side in (TRAIN, VALIDATION) for shard in prepared.records(side)}
+    if prepared.manifest["tokenizer"] == TOKENIZER:
+        files[TOKENIZER] = -1
+
+    def make(working: Path) -> None:
+        for file, num_bytes in files.items():
+            target = working / file
+            if not target.is_file() or target.stat().st_size != num_bytes:
+                _fetch(prepared.location.child(file), target)
+        (working / MANIFEST).write_text(json.dumps(prepared.manifest))
+
+    def whole(directory: Path) -> Prepared | None:
+        return Prepared(resolve(str(directory)), prepared.manifest) if (directory / MANIFEST).is_file() else None
+
     name = hashlib.sha256(json.dumps([prepared.location.text, prepared.manifest]).encode()).hexdigest()[:16]
-    final = Path(cache_dir).expanduser().absolute() / f"mirror-{name}"
-    if not (final / MANIFEST).is_file():
-        working = final.with_name(f".{final.name}-{uuid.uuid4().hex}")
-        try:
-            working.mkdir(parents=True)
-            files = [shard.file for side in (TRAIN, VALIDATION) for shard in prepared.records(side)]
-            for file in [*files, *([TOKENIZER] if prepared.manifest["tokenizer"] == TOKENIZER else []), MANIFEST]:
-                _fetch(prepared.location.child(file), working / Path(file).name)
-            os.rename(working, final)
-        except OSError as error:
-            if not (final / MANIFEST).is_file():  # else another process was first
-                raise RunError("storage", f"the copy of {prepared.location.text} in {final} cannot be made: {error}") from None
-        finally:
-            shutil.rmtree(working, ignore_errors=True)
-    return Prepared(resolve(str(final)), prepared.manifest)
+    return once(Path(cache_dir).expanduser().absolute() / f"mirror-{name}", whole, make)
 
 
 def _fetch(source: Location, target: Path) -> None:
