@@ -89,9 +89,8 @@ class CheckpointRef:
         if isinstance(storage, DirectoryStorage):
             if verify:
                 self.verify([file_name])
-            elif storage.size(file_name) != expected.num_bytes:
-                raise self._damaged(expected, "its size has changed")
             return read_tensor_file(os.path.join(storage.location, file_name))
+        self._check_size(storage, expected)
         return _fetch(storage, file_name, self.staging_dir, lambda found: self._compare(expected, found))
 
     def verify(self, file_names: Iterable[str] = ()) -> None:
@@ -100,9 +99,7 @@ class CheckpointRef:
         storage = open_storage(self.path)
 
         def check(expected: FileRecord) -> None:
-            size = storage.size(expected.name)
-            if size != expected.num_bytes:
-                raise self._damaged(expected, "it is missing" if size is None else f"it has {size} bytes instead of {expected.num_bytes}")
+            self._check_size(storage, expected)
             with storage.open(expected.name) as source:
                 self._compare(expected, hash_stream(source, expected.name))
 
@@ -117,6 +114,11 @@ class CheckpointRef:
         if file_name not in files:
             raise RunError("checkpoint", f"{self.path} has no file {file_name}; it has {', '.join(sorted(files))}")
         return files[file_name]
+
+    def _check_size(self, storage: Storage, expected: FileRecord) -> None:
+        size = storage.size(expected.name)
+        if size != expected.num_bytes:
+            raise self._damaged(expected, "it is missing" if size is None else f"it has {size} bytes instead of {expected.num_bytes}")
 
     def _compare(self, expected: FileRecord, found: FileRecord) -> None:
         if found != expected:
@@ -152,7 +154,7 @@ class CheckpointStore:
         cannot touch this one. A round written again (after its first checkpoint proved damaged) gets a suffix.
         """
         self._claim_writing()
-        names = [name for name in self._storage.list_names() if _NAME.fullmatch(name)]
+        names = self._names()
         attempts = [_order(name)[1] for name in names if _order(name)[0] == round_number]
         name = f"round-{round_number:06d}" + (f"-{max(attempts) + 1}" if attempts else "")
         self._begun = {other for other in self._begun if _order(other)[0] != round_number}
@@ -199,8 +201,8 @@ class CheckpointStore:
         try:
             older = [ref.name for ref in self.all() if ref.round < _order(newest)[0]]
             kept = {newest, *older[max(0, len(older) - self.keep + 1) :]}
-            for name in self._storage.list_names():
-                if _NAME.fullmatch(name) and name not in kept and name not in self._begun:
+            for name in self._names():
+                if name not in kept and name not in self._begun:
                     self._storage.delete_file(f"{name}/{MANIFEST}")
                     self._storage.delete_tree(name)
         except RunError as error:
@@ -222,10 +224,16 @@ class CheckpointStore:
     # ---- reading
 
     def all(self) -> list[CheckpointRef]:
-        """The complete checkpoints, oldest first. Their files are not read."""
-        names = sorted((name for name in self._storage.list_names() if _NAME.fullmatch(name)), key=_order)
-        refs = [_read_ref(self._storage, name, self.staging_dir) for name in names]
-        return [ref for ref in refs if ref is not None]
+        """The complete checkpoints, oldest first; one with a damaged manifest is told and left out. Other files are not read."""
+        refs: list[CheckpointRef] = []
+        for name in self._names():
+            try:
+                ref = _read_ref(self._storage, name, self.staging_dir)
+            except _DamagedManifestError as error:
+                logger.warning("checkpoint %s is passed over: %s", name, error.detail)
+                continue
+            refs += [ref] if ref is not None else []
+        return refs
 
     def latest(self, verify: bool = True) -> CheckpointRef | None:
         """The newest complete checkpoint, None if there is none.
@@ -234,18 +242,27 @@ class CheckpointStore:
         Raises RunError `checkpoint` when there are checkpoints but every one is damaged: that is no new run.
         """
         damage = ""
-        for ref in reversed(self.all()):
+        for name in reversed(self._names()):
             try:
-                if verify and ref.name not in self._verified:
+                ref = _read_ref(self._storage, name, self.staging_dir)
+                if ref is None:
+                    continue
+                if verify and name not in self._verified:
                     ref.verify()
-                    self._verified.add(ref.name)
+                    self._verified.add(name)
                 return ref
             except RunError as error:
+                if error.reason != "checkpoint":
+                    raise
                 damage = error.detail
-                logger.warning("checkpoint of round %d is passed over: %s", ref.round, damage)
+                logger.warning("checkpoint %s is passed over: %s", name, damage)
         if damage:
             raise RunError("checkpoint", f"no checkpoint at {self.location} can be read; {damage}")
         return None
+
+    def _names(self) -> list[str]:
+        """Directories with a checkpoint's name, complete or not, oldest first."""
+        return sorted((name for name in self._storage.list_names() if _NAME.fullmatch(name)), key=_order)
 
 
 def _order(checkpoint_name: str) -> tuple[int, int]:
@@ -266,8 +283,12 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+class _DamagedManifestError(RunError):
+    """A manifest that is there but not whole."""
+
+
 def _read_ref(storage: Storage, name: str, staging_dir: str) -> CheckpointRef | None:
-    """The checkpoint in a directory (name "" for the storage's own), None if it has no manifest or not a whole one."""
+    """The checkpoint in a directory (name "" for the storage's own), None if it has no manifest."""
     data = storage.read_bytes(f"{name}/{MANIFEST}" if name else MANIFEST)
     if data is None:
         return None
@@ -277,9 +298,8 @@ def _read_ref(storage: Storage, name: str, staging_dir: str) -> CheckpointRef | 
         if manifest.pop("sha256") != _digest(manifest):
             raise ValueError("its content does not match its SHA-256")
         return CheckpointRef(path, manifest["round"], manifest, staging_dir)
-    except (ValueError, KeyError, AttributeError) as error:
-        logger.warning("%s is damaged (%s): the checkpoint is passed over", join(path, MANIFEST), error)
-        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _DamagedManifestError("checkpoint", f"{join(path, MANIFEST)} is damaged: {error}") from error
 
 
 def open_checkpoint(location: str, *, field: str = "checkpoint") -> CheckpointRef:
