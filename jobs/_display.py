@@ -23,7 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ray_muloco.analysis import formats
-from ray_muloco.training.tracking import old_runs_notice, open_command, tracking_uri
+from ray_muloco.training.mlflow_store import old_runs_notice, open_command
+from ray_muloco.training.tracking import tracking_uri
 
 LINE_EVERY_SECONDS = 1.0
 RATE_ROUNDS = 20
@@ -322,7 +323,7 @@ def rounds_of(record: Mapping[str, Any], pace: Pace) -> str:
 def time_left(pace: Pace) -> str:
     """Time to the end of the budget, in whole seconds."""
     left = pace.seconds_left()
-    return DASH if left is None else formats.seconds(math.ceil(left))
+    return DASH if left is None else f"{math.ceil(left)} s" if left <= 59 else formats.seconds(left)
 
 
 def replicas_of(record: Mapping[str, Any]) -> str:

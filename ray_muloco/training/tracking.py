@@ -17,10 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ray_muloco.config import flatten
-from ray_muloco.training.mlflow_store import LOCK_DEADLINE_SECONDS, artifact_location, quiet_loggers, redacted, schema_lock
+from ray_muloco.training.mlflow_store import LOCK_DEADLINE_SECONDS, artifact_location, failure_of, quiet_loggers, redacted, schema_lock
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -113,6 +113,13 @@ class DictTracker:
         return self._run_id
 
 
+class _Begin(NamedTuple):
+    name: str
+    parameters: dict[str, Any]
+    tags: dict[str, str]
+    run_id: str | None
+
+
 class MlflowTracker:
     """One MLflow run, written by one background thread.
 
@@ -125,7 +132,7 @@ class MlflowTracker:
         self._warn = warn or _logger.warning
         self._flush_seconds = flush_seconds
         self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(QUEUE_ITEMS)
-        self._begin: tuple[str, dict[str, Any], dict[str, str], str | None] | None = None
+        self._begin: _Begin | None = None
         self._thread: threading.Thread | None = None
         self._thread_lock = threading.Lock()
         self._known = threading.Event()  # the run id is known, or never will be
@@ -133,10 +140,11 @@ class MlflowTracker:
         self._patience_ends: float | None = None
         self._off = False
         self._num_dropped = 0
+        self._lost_artifacts = False
 
     def start(self, name: str, parameters: Mapping[str, Any], tags: Mapping[str, str], run_id: str | None) -> None:
         """Remember what the run is; the thread starts with the first thing there is to write."""
-        self._begin = (name, flatten(parameters), dict(tags), run_id)
+        self._begin = _Begin(name, flatten(parameters), dict(tags), run_id)
         self._run_id = run_id
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -207,7 +215,7 @@ class MlflowTracker:
                 while not self._off and not self._write(run):
                     pass
         except Exception as error:  # any failure of a tracker is a warning, never the run's
-            self._turn_off(f"failed ({_first_line(error)})")
+            self._turn_off(f"failed ({failure_of(self.uri, error)})")
         finally:
             self._known.set()
 
@@ -224,24 +232,33 @@ class MlflowTracker:
         if rounds:
             run.log(rounds)
         if item is not None and item[0] == "artifact":
-            run.artifact(item[1])
+            self._keep(run, item[1])
         if item is not None and item[0] == "end":
             run.end(item[1])
         return item is not None and item[0] == "end"
+
+    def _keep(self, run: _MlflowRun, path: str) -> None:
+        """Store a file; where that fails (a bucket without credentials), the figures and the end of the run still count."""
+        if self._lost_artifacts:
+            return
+        try:
+            run.artifact(path)
+        except Exception as error:
+            self._lost_artifacts = True
+            self._warn(f"MLflow at {redacted(self.uri)} did not take {path} ({failure_of(self.uri, error)}); the run's directory has it")
 
 
 class _MlflowRun:
     """The MLflow run itself; lives on one thread."""
 
-    def __init__(
-        self, uri: str, experiment: str, begin: tuple[str, dict[str, Any], dict[str, str], str | None], warn: Callable[[str], None], quieten: Callable[[], None]
-    ) -> None:
+    def __init__(self, uri: str, experiment: str, begin: _Begin, warn: Callable[[str], None], quieten: Callable[[], None]) -> None:
         # a training program does not phone home on its own account; a user who wants MLflow's telemetry sets this to false
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")  # a minute: a server's restart, but not MLflow's four minutes
         from mlflow.tracking import MlflowClient
 
         quieten()
-        name, parameters, tags, run_id = begin
+        name, parameters, tags, run_id = begin.name, begin.parameters, begin.tags, begin.run_id
         with schema_lock(uri):  # MLflow's first call on a fresh database creates the schema, without a lock of its own
             self._client = MlflowClient(uri)
             experiment_id = self._experiment(uri, experiment)
@@ -378,9 +395,10 @@ def tracking_uri(storage_path: str, environment: Mapping[str, str] | None = None
     given = (os.environ if environment is None else environment).get("MLFLOW_TRACKING_URI", "").strip()
     if not given:
         return f"sqlite:///{os.path.abspath(storage_path)}/mlflow.db"
-    if given.startswith("sqlite:///"):
+    if given.startswith("sqlite:///") and given != "sqlite:///:memory:":
         return f"sqlite:///{os.path.abspath(given.removeprefix('sqlite:///'))}"
-    if "://" not in given and given != "databricks":
+    is_path = not re.match(r"[a-z][a-z0-9+.-]*:|databricks$|databricks-uc$|uc$", given)
+    if is_path or (given.startswith("file:") and not given.startswith("file://")):
         return f"file://{os.path.abspath(given.removeprefix('file:'))}"
     return given
 
@@ -388,8 +406,3 @@ def tracking_uri(storage_path: str, environment: Mapping[str, str] | None = None
 def _name(key: str) -> str:
     """A name MLflow takes: letters, digits and _ - . / : space."""
     return re.sub(r"[^\w\-./: ]", "_", key)[:NAME_CHARACTERS]
-
-
-def _first_line(error: BaseException) -> str:
-    text = redacted(str(error).strip()).splitlines() or [""]
-    return f"{type(error).__name__}: {text[0]}"[:400]

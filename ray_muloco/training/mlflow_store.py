@@ -1,0 +1,125 @@
+"""The store behind the tracker: what its URI means on this machine, how people open it, and how processes share it.
+
+Does without importing mlflow, so that a display can name the command that opens the runs at no cost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from urllib.parse import quote, urlsplit
+
+LOCK_DEADLINE_SECONDS = 120.0
+
+
+def redacted(uri: str) -> str:
+    """The URI without a password, for messages."""
+    return re.sub(r"://([^/@:]*):[^/@]*@", r"://\1:…@", uri)
+
+
+def open_command(uri: str) -> str:
+    """What a user types, or opens, to see the runs of a store."""
+    scheme = urlsplit(uri).scheme
+    if scheme in ("http", "https"):
+        return redacted(uri)
+    if scheme == "file":  # MLflow's retired format: refused from 3.13 on unless asked for
+        return f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {shlex.quote(uri.removeprefix('file://'))}"
+    return f"mlflow ui --backend-store-uri {shlex.quote(redacted(uri))}"
+
+
+def old_runs_notice(uri: str, directories: Sequence[str]) -> str | None:
+    """A sentence for who has runs in MLflow's retired directory format beside these directories, else None."""
+    for directory in dict.fromkeys(os.path.abspath(directory) for directory in directories):
+        runs = os.path.join(directory, "mlruns")
+        if uri != f"file://{runs}" and _is_file_store(runs):
+            return f"MLflow runs are kept in {redacted(uri)}; the older ones in {runs} stay there: {open_command(f'file://{runs}')}"
+    return None
+
+
+def _is_file_store(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return any(os.path.isfile(os.path.join(entry.path, "meta.yaml")) for entry in os.scandir(path) if entry.is_dir())
+    return False
+
+
+def _sqlite_path(uri: str) -> str | None:
+    return uri.removeprefix("sqlite:///") if uri.startswith("sqlite:///") else None
+
+
+def artifact_location(uri: str, experiment: str) -> str | None:
+    """Beside a SQLite database, since MLflow's default is ./mlruns of whichever process came first; else the server's choice."""
+    path = _sqlite_path(uri)
+    return f"file://{quote(os.path.join(os.path.dirname(path), 'mlartifacts', experiment))}" if path else None
+
+
+def failure_of(uri: str, error: BaseException) -> str:
+    """One line that says why a store failed, without passwords; with the way out where there is a known one."""
+    text = " ".join(redacted(str(error)).split())
+    if "MLFLOW_ALLOW_FILE_STORE" in text:
+        return (
+            "MLflow has retired this directory format: unset MLFLOW_TRACKING_URI to use a database beside the runs, move the old runs with "
+            "`mlflow migrate-filestore`, or set MLFLOW_ALLOW_FILE_STORE=true"
+        )
+    if "Caused by" in text:  # what the network said, not how often it was asked
+        text = text.split("Caused by", 1)[1].split("Error(", 1)[-1].strip(" ()'\"")
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+@contextlib.contextmanager
+def schema_lock(uri: str) -> Iterator[None]:
+    """One process at a time opens a SQLite store: concurrent first openings would each create and migrate the tables."""
+    path = _sqlite_path(uri)
+    if path is None:
+        yield
+        return
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(f"{path}.lock", "a") as lock:
+        deadline = time.monotonic() + LOCK_DEADLINE_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{path}.lock was held for {LOCK_DEADLINE_SECONDS:.0f} s") from None
+                time.sleep(0.05)
+            except OSError:  # a file system without locks: MLflow's own checks have to do
+                break
+        yield
+
+
+class _NotFromThread(logging.Filter):
+    """Drops what one thread logs: MLflow narrates its migrations and repeats as errors what it raises anyway."""
+
+    def __init__(self, thread: int) -> None:
+        super().__init__()
+        self._thread = thread
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.thread != self._thread
+
+
+@contextlib.contextmanager
+def quiet_loggers() -> Iterator[Callable[[], None]]:
+    """While open, this thread's chatter through MLflow's loggers is dropped; call the value once MLflow has made its handlers."""
+    silence = _NotFromThread(threading.get_ident())
+    quiet: list[logging.Filterer] = [logging.getLogger(name) for name in ("urllib3.connectionpool", "alembic.runtime.migration")]
+
+    def add_handlers() -> None:
+        for name in ("mlflow", "alembic", "sqlalchemy.engine"):
+            quiet.extend(logging.getLogger(name).handlers)
+        for place in quiet:
+            place.addFilter(silence)
+
+    try:
+        yield add_handlers
+    finally:
+        for place in quiet:
+            place.removeFilter(silence)
