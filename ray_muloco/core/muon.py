@@ -74,11 +74,14 @@ class MuonStack:
 
     def _step_chunk(self, present: Sequence[int], lr: float) -> None:
         updates = orthogonalize(self._directions(present), self.coefficients, self.workspace)
+        if updates.dtype is not torch.float32:  # one conversion for all rather than one inside each addition
+            updates = self.workspace.scaled[: len(present)].copy_(updates)
+        keep, rate = 1.0 - lr * self.inner.weight_decay, -lr * self.scale
         for i, update in zip(present, updates.unbind(), strict=True):
             parameter = self.parameters[i]
             if self.inner.weight_decay:
-                parameter.mul_(1.0 - lr * self.inner.weight_decay)
-            parameter.add_(update.view(parameter.shape), alpha=-lr * self.scale)
+                parameter.mul_(keep)
+            parameter.add_(update.view_as(parameter), alpha=rate)
 
     def _directions(self, present: Sequence[int]) -> Tensor:
         """Take the gradients into the momentum; returns what is to be orthogonalised, fp32 [n, M, N]."""
@@ -176,7 +179,7 @@ class InnerOptimizer:
 
 def build_inner_optimizer(model: nn.Module, *, uses_muon: bool, inner: InnerConfig, compute_dtype: torch.dtype) -> InnerOptimizer:
     """The inner optimizer of a method: Muon with AdamW beside it, or AdamW on everything (at `inner.lr`, factor 1)."""
-    labels = label_parameters(model)
+    labels: dict[str, Label] = label_parameters(model)
     if not uses_muon:
         labels = dict.fromkeys(labels, "adamw")
         inner = dataclasses.replace(inner, adamw_lr_factor=1.0)
