@@ -104,7 +104,8 @@ def main() -> int:
     began = time.monotonic()
     finished_before = preparation.finished_manifest is not None
     with LiveProgress() if sys.stdout.isatty() else PlainProgress() as progress:
-        manifest = _prepare_somewhere(preparation, progress, local=flags.local or finished_before)
+        one_unit = sum(map(len, preparation.plan.units)) == 1  # nothing to do in parallel: starting Ray would take longer
+        manifest = _prepare_somewhere(preparation, progress, local=flags.local or finished_before or one_unit)
     figures = summary(manifest, preparation, time.monotonic() - began)
     _print(figures, finished_before)
     if flags.json:

@@ -282,11 +282,14 @@ def _rows(column: pa.Array, split: Split) -> Iterator[Passage]:
 def parquet_weights(file: SourceFile, text_column: str) -> list[int]:
     """Bytes of text in each row group, as the footer says; ConfigError for a broken or empty file or a missing column."""
     with reading(file.location, "is not a whole Parquet file"), _open_parquet(file) as parquet:
-        leaf = _require_text_column(parquet, file, text_column)
-        if parquet.metadata.num_rows == 0:
+        _require_text_column(parquet, file, text_column)
+        metadata = parquet.metadata
+        if metadata.num_rows == 0:
             raise ConfigError(file.location.field, file.location.text, "holds no rows", "remove the file")
-        groups = (parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups))
-        return [max(1, group.column(leaf).total_uncompressed_size) for group in groups]
+        # columns are looked up in a row group: asking for metadata.schema would tie a knot that keeps the footer in memory
+        first = metadata.row_group(0)
+        leaf = [first.column(i).path_in_schema for i in range(first.num_columns)].index(text_column)
+        return [max(1, metadata.row_group(i).column(leaf).total_uncompressed_size) for i in range(metadata.num_row_groups)]
 
 
 def _open_parquet(file: SourceFile) -> pq.ParquetFile:
@@ -295,8 +298,7 @@ def _open_parquet(file: SourceFile) -> pq.ParquetFile:
     return pq.ParquetFile(file.location.path, filesystem=file.location.filesystem, pre_buffer=False, buffer_size=BLOCK_BYTES)
 
 
-def _require_text_column(parquet: pq.ParquetFile, file: SourceFile, text_column: str) -> int:
-    """The place of the text column among the file's leaf columns."""
+def _require_text_column(parquet: pq.ParquetFile, file: SourceFile, text_column: str) -> None:
     import pyarrow as pa
 
     schema = parquet.schema_arrow
@@ -307,8 +309,6 @@ def _require_text_column(parquet: pq.ParquetFile, file: SourceFile, text_column:
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind) or pa.types.is_null(kind)):
         raise ConfigError("data.text-column", text_column, f"must hold text, and holds {kind} in {file.location.text}")
-    paths = [parquet.metadata.schema.column(i).path for i in range(len(parquet.metadata.schema))]
-    return paths.index(text_column)
 
 
 _READERS: dict[str, Callable[[Piece, Split, str], Iterator[Passage]]] = {

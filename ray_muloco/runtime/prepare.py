@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from ray_muloco.data.build import STATE
-from ray_muloco.data.tokenizer import Tokenizer, tokenizer_from_spec
+from ray_muloco.data.tokenizer import BYTES, Tokenizer, tokenizer_from_spec
 from ray_muloco.data.units import UnitJob, UnitRecord, build_unit
 from ray_muloco.errors import ConfigError, RunError
 
@@ -31,10 +32,10 @@ def cluster(address: str, num_cpus: int) -> Iterator[None]:
         yield
         return
     if address:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     else:
         ray.init(
-            address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+            address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
             object_store_memory=OBJECT_STORE_BYTES,
         )  # fmt: skip
     try:
@@ -57,13 +58,15 @@ class RayUnits:
         """The records of the jobs, in the order in which they finish."""
         if not jobs:
             return
-        spec = ray.put(tokenizer.spec)
+        spec, build = ray.put(tokenizer.spec), _build
+        if tokenizer.spec != BYTES:  # one thread a task: the tokenizers library would otherwise take every core for each of them
+            build = _build.options(runtime_env={"env_vars": {"TOKENIZERS_PARALLELISM": "false"}})
         limit = _IN_FLIGHT_PER_CORE * max(1, int(ray.cluster_resources().get("CPU", 1)))
         waiting, running = iter(jobs), {}
         try:
             while True:
                 for job in waiting:
-                    running[_build.remote(job, spec)] = job
+                    running[build.remote(job, spec)] = job
                     if len(running) >= limit:
                         break
                 if not running:
@@ -78,8 +81,7 @@ class RayUnits:
                 ray.cancel(reference, force=True)
 
 
-# one thread a task: the tokenizers library would otherwise take every core for each of them
-@ray.remote(num_cpus=1, max_retries=_RETRIES, runtime_env={"env_vars": {"TOKENIZERS_PARALLELISM": "false"}})
+@ray.remote(num_cpus=1, max_retries=_RETRIES)
 def _build(job: UnitJob, spec: str) -> UnitRecord:
     if job.output.size(f"{STATE}/plan.json") is None:
         host = ray.util.get_node_ip_address()
