@@ -62,6 +62,10 @@ class StoreServer:
         """All keys now held; empty between formations."""
         return sorted(self._store.list_keys())
 
+    def give_up(self, membership: Membership, reason: str) -> None:
+        """End a formation that can no longer succeed: members waiting in it raise `reason` at once."""
+        give_up(self._store, membership, reason)
+
     def close(self) -> None:
         """Stop serving."""
         self._store = None
