@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from _main import run
+from _main import parse, run
 
 from ray_muloco.errors import ConfigError
 
@@ -41,7 +41,7 @@ class Flags:
 
 def main() -> int:
     """Run the job; returns its exit code."""
-    flags = tyro.cli(Flags, description=__doc__)
+    flags = parse(Flags, description=__doc__)
     if flags.validation_tokens < 0:
         raise ConfigError("validation-tokens", flags.validation_tokens, "must be 0 (as the run) or more")
     import torch

@@ -12,8 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-from _main import run
+from _main import parse, run
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Flags:
 
 def main() -> int:
     """Run the job; returns its exit code."""
-    flags = tyro.cli(Flags, description=__doc__)
+    flags = parse(Flags, description=__doc__)
     from ray_muloco.training.inference import load_trained, sample
 
     trained = load_trained(flags.checkpoint)

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import tyro
 from _display import make_display
+from _main import parse as parse_flags
 from _main import run
 
 from ray_muloco import presets
@@ -47,7 +48,7 @@ class Flags:
 def parse(arguments: list[str]) -> Flags:
     """The flags, with the preset's values for this method and number of replicas as defaults."""
     name, rest = ("tiny", arguments) if not arguments or arguments[0].startswith("-") else (arguments[0], arguments[1:])
-    if name is not None and not arguments[:1] and "--help" not in arguments:
+    if not arguments:
         raise ConfigError("PRESET", "", f"must be one of {', '.join(presets.PRESETS)}", "for example: python jobs/train.py tiny")
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--method", default="muloco")
@@ -56,7 +57,7 @@ def parse(arguments: list[str]) -> Flags:
     replicas = int(known.replicas) if known.replicas.isdigit() else 1
     method: Any = known.method if known.method in presets.METHODS else "muloco"
     defaults = Flags(config=presets.get(name, method, max(1, replicas)))
-    return tyro.cli(Flags, prog=f"train.py {name}", description=__doc__, default=defaults, args=rest)
+    return parse_flags(Flags, prog=f"train.py {name}", description=__doc__, default=defaults, args=rest)
 
 
 def main() -> int:
@@ -66,9 +67,9 @@ def main() -> int:
     refuse_throwaway_storage(config)
     if flags.dry_run:
         return dry_run(config, flags.json)
-    display = make_display(config.budget_tokens, quiet=flags.quiet)
-    result = train(config, flags.local, display)
-    display.finish(result.summary, result.path)
+    with make_display(config.budget_tokens, quiet=flags.quiet) as display:
+        result = train(config, flags.local, Stopwatch(display))
+        display.finish(result.summary, result.path)
     if flags.json:
         Path(flags.json).write_text(json.dumps(result.summary, indent=2))
     return STOPPED if result.status == "stopped" else 0
@@ -83,6 +84,23 @@ def train(config: TrainConfig, local: bool, display: Any) -> Any:
     from ray_muloco.runtime.fit import fit
 
     return fit(config, listener=display)
+
+
+class Stopwatch:
+    """Passes on what is said of a run, and once how long the first inner step took to come."""
+
+    def __init__(self, display: Any) -> None:
+        self.info, self.message, self._round = display.info, display.message, display.round
+        self._waiting = True
+
+    def round(self, record: dict[str, Any]) -> None:
+        """A committed round."""
+        if self._waiting:
+            import psutil
+
+            self.message(f"first inner step after {record['first_step_time'] - psutil.Process().create_time():.1f} s")
+            self._waiting = False
+        self._round(record)
 
 
 def refuse_throwaway_storage(config: TrainConfig) -> None:

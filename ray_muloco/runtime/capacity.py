@@ -1,4 +1,4 @@
-"""What a cluster can hold."""
+"""What a cluster can hold, now or once its autoscaler has grown it to its maxima."""
 
 from __future__ import annotations
 
@@ -11,19 +11,26 @@ MAX_REPLICAS_A_CORE = 16
 
 
 def num_placeable(bundle: Mapping[str, float]) -> int | None:
-    """How many bundles of resources the living nodes hold together; None where an autoscaler may add nodes."""
-    if has_autoscaler():
-        return None
-    return sum(fits(node["Resources"], bundle) for node in ray.nodes() if node["Alive"])
+    """How many bundles of resources the cluster could hold together; None where its autoscaler has no limit."""
+    now = sum(fits(node["Resources"], bundle) for node in ray.nodes() if node["Alive"])
+    maxima = autoscaler_maxima(bundle)
+    return None if maxima is None else max(now, maxima)
+
+
+def autoscaler_maxima(bundle: Mapping[str, float]) -> int | None:
+    """How many bundles the autoscaler's node groups hold at their maxima: 0 without an autoscaler, None without a limit."""
+    from ray._private.state import state  # the cluster's configuration has no public reader
+
+    config = state.get_cluster_config()
+    total = 0
+    for group in config.node_group_configs if config is not None else ():
+        held = fits(dict(group.resources), bundle)
+        if held and group.max_count < 0:
+            return None
+        total += held * group.max_count
+    return total
 
 
 def fits(resources: Mapping[str, Any], bundle: Mapping[str, float]) -> int:
     """How many bundles fit into one node's resources: the least of the quotients over what a bundle needs."""
     return min(int(resources.get(name, 0) // amount) for name, amount in bundle.items() if amount > 0)
-
-
-def has_autoscaler() -> bool:
-    """Whether an autoscaler reports to this cluster."""
-    from ray.experimental.internal_kv import _internal_kv_get
-
-    return any(_internal_kv_get(key) is not None for key in (b"__autoscaling_status", b"__autoscaling_status_v2"))

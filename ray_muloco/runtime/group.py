@@ -59,7 +59,7 @@ class RaySeats:
         if self._hardware:
             return self._hardware
         limit = self.config.scaling.placement_timeout_seconds
-        ready, waiting = ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=limit)
+        _, waiting = ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=limit)
         missing = [k for k, ref in self._asked.items() if ref in waiting]
         if missing:
             raise RunError(

@@ -154,13 +154,12 @@ class CheckpointStore:
         cannot touch this one. A round written again (after its first checkpoint proved damaged) gets a suffix.
         """
         self._claim_writing()
+        self._check_claim()  # what looks unfinished may be what the new writer is writing
         names = self._names()
         attempts = [_order(name)[1] for name in names if _order(name)[0] == round_number]
         name = f"round-{round_number:06d}" + (f"-{max(attempts) + 1}" if attempts else "")
         self._begun = {other for other in self._begun if _order(other)[0] != round_number}
-        for other in names:
-            if other not in self._begun and self._storage.size(f"{other}/{MANIFEST}") is None:
-                self._storage.delete_tree(other)
+        self._remove(other for other in names if other not in self._begun and self._storage.size(f"{other}/{MANIFEST}") is None)
         self._storage.make_directory(name)
         self._begun.add(name)
         return name
@@ -179,34 +178,35 @@ class CheckpointStore:
                     "storage",
                     f"{record.name} of {join(self.location, checkpoint_name)} has {size} bytes as seen from the coordinator, {record.num_bytes} were written",
                 )
-        content = {
-            **manifest,
-            "round": _order(checkpoint_name)[0],
-            "name": checkpoint_name,
-            "format_version": FORMAT_VERSION,
-            "files": [asdict(record) for record in records],
-        }
+        own = {"round": _order(checkpoint_name)[0], "name": checkpoint_name, "format_version": FORMAT_VERSION, "files": [asdict(record) for record in records]}
+        content = json.loads(json.dumps({**manifest, **own}))
         self._check_claim()
         self._storage.write_bytes(f"{checkpoint_name}/{MANIFEST}", _encode(content))
         self._begun.discard(checkpoint_name)
         self._verified.add(checkpoint_name)
         self._prune(checkpoint_name)
-        return CheckpointRef(join(self.location, checkpoint_name), content["round"], json.loads(json.dumps(content)), self.staging_dir)
+        return CheckpointRef(join(self.location, checkpoint_name), content["round"], content, self.staging_dir)
 
     def _prune(self, newest: str) -> None:
         """Leave `newest` and the complete checkpoints of the rounds before it, `keep` in all.
 
-        Later rounds and other saves of this round go too: they belong to a history that a run fell back from. Failures are told, not raised: a checkpoint that cannot be deleted is no reason to stop training.
+        Later rounds and other saves of this round go too: they belong to a history that the run fell back from.
         """
-        try:
-            older = [ref.name for ref in self.all() if ref.round < _order(newest)[0]]
-            kept = {newest, *older[max(0, len(older) - self.keep + 1) :]}
-            for name in self._names():
-                if name not in kept and name not in self._begun:
-                    self._storage.delete_file(f"{name}/{MANIFEST}")
-                    self._storage.delete_tree(name)
-        except RunError as error:
-            logger.warning("old checkpoints were left at %s: %s", self.location, error.detail)
+        older = [ref.name for ref in self.all() if ref.round < _order(newest)[0]]
+        kept = {newest, *self._begun, *older[max(0, len(older) - self.keep + 1) :]}
+        self._remove(name for name in self._names() if name not in kept)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        """Delete checkpoints, manifest first: a kill in between leaves none that looks complete.
+
+        Failures are told, not raised: a directory that cannot be deleted is no reason to stop training.
+        """
+        for name in names:
+            try:
+                self._storage.delete_file(f"{name}/{MANIFEST}")
+                self._storage.delete_tree(name)
+            except RunError as error:
+                logger.warning("checkpoint %s was not deleted: %s", name, error.detail)
 
     def _claim_writing(self) -> None:
         """Say once, where all who share the location can read it, that this store writes now: the last one to say so does."""
@@ -216,10 +216,12 @@ class CheckpointStore:
             self._storage.write_bytes(_WRITER, self._claim)
 
     def _check_claim(self) -> None:
+        """Just before a manifest is written: whoever claimed last may still write one, for as long as it takes to write it."""
         found = self._storage.read_bytes(_WRITER)
         if self._claim and found != self._claim:
-            other = json.loads(found) if found else {}
-            raise RunError("fenced", f"the run at {self.location} was taken over by process {other.get('pid')} on {other.get('host')}")
+            other = json.loads(found) if found else None
+            who = f"taken over by process {other['pid']} on {other['host']}" if other else f"deleted: {join(self.location, _WRITER)} is gone"
+            raise RunError("fenced", f"the run at {self.location} was {who}")
 
     # ---- reading
 
@@ -275,8 +277,7 @@ def _order(checkpoint_name: str) -> tuple[int, int]:
 
 def _encode(content: Mapping[str, Any]) -> bytes:
     """A manifest as it is stored: readable JSON, its last key the SHA-256 of the rest."""
-    plain = json.loads(json.dumps(content))
-    return json.dumps({**plain, "sha256": _digest(plain)}, indent=1).encode()
+    return json.dumps({**content, "sha256": _digest(content)}, indent=1).encode()
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -219,5 +219,6 @@ def record_of(coordinator: Coordinator, reports: Mapping[int, ReplicaReport], me
         "pseudogradient_norm": committed.pseudogradient_norm,
         "outer_update_norm": committed.outer_update_norm,
         "replica_cosine": committed.replica_cosine,
+        "first_step_time": min(reports[k].first_step_time for k in merged),
         "skipped_samples": coordinator.progress.skipped_samples,
     }

@@ -33,6 +33,8 @@ UNITS = {
     "seconds_outer": "seconds of the outer step",
     "seconds": "seconds of the round",
     "tokens_per_second": "tokens of the round over its seconds",
+    "first_step_time": "Unix time at which the process's first inner step ended",
+    "skipped_samples": "samples given up on after failing on two replicas",
     "reasons": "what changed in the membership, and why",
 }
 

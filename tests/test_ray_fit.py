@@ -1,0 +1,218 @@
+"""The run on Ray: actors and collectives compute what one process computes, and a lost replica costs the others nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from test_resume import Notes, config_for, records, source, state, train  # noqa: F401 - `source` is a fixture
+
+from ray_muloco import fit
+from ray_muloco.errors import ConfigError, RunError
+from ray_muloco.training import preflight
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+
+def max_difference(a: dict[str, Any], b: dict[str, Any]) -> float:
+    return max((a[name].float() - b[name].float()).abs().max().item() for name in a if a[name].numel())
+
+
+@pytest.mark.parametrize(("method", "replicas"), [("muloco", 1), ("muloco", 2), ("diloco", 2), ("muon-dp", 2), ("adamw-dp", 1)])
+def test_actors_equal_one_process_bit_for_bit_where_sums_run_in_rank_order(source: Path, tmp_path: Path, method: str, replicas: int) -> None:  # noqa: F811
+    """A sum of two numbers has one order: RayGroup equals LocalGroup in θ, u, inner state and records."""
+    on_ray = config_for(source, tmp_path, "ray", method=method, scaling__num_replicas=replicas)
+    local = config_for(source, tmp_path, "local", method=method, scaling__num_replicas=replicas)
+    result = fit(on_ray)
+    expected, _ = train(local)
+    assert result.summary["theta_digest"] == expected["theta_digest"]
+    assert records(on_ray) == records(local)
+    ours, theirs = state(on_ray), state(local)
+    assert max_difference(ours, theirs) == 0.0
+
+
+def test_four_replicas_equal_one_process(source: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Losses, bytes and participation, as they are reported."""
+    result = fit(config_for(source, tmp_path, "ray", scaling__num_replicas=4))
+    expected, _ = train(config_for(source, tmp_path, "local", scaling__num_replicas=4))
+    assert result.val_loss == pytest.approx(expected["val_loss"], abs=1e-4)
+    assert [r["participants"] for r in result.metrics] == [4] * 5
+    assert result.summary["uplink_bytes"] == expected["uplink_bytes"]
+    assert result.summary["downlink_bytes"] == expected["downlink_bytes"]
+
+
+def test_a_run_started_on_ray_goes_on_in_one_process_and_back(source: Path, tmp_path: Path) -> None:  # noqa: F811
+    """T02: one format, one truth, wherever the run is continued."""
+    whole, _ = train(config_for(source, tmp_path, "whole"))
+    cut = config_for(source, tmp_path, "cut", checkpoint__every_rounds=1)
+    train(cut, stop_after=2)
+    assert fit(cut).summary["theta_digest"] == whole["theta_digest"]
+
+
+@ray.remote
+class FabricCoordinator:
+    """A coordinator whose replicas exchange in a group of their own, as over NCCL, here over Gloo."""
+
+    def run(self, config: Any) -> dict[str, Any]:
+        from ray_muloco.runtime import wiring
+        from ray_muloco.runtime.collectives import GLOO
+        from ray_muloco.runtime.setup import run_on_ray
+
+        wiring.choose_fabric = lambda *_: GLOO
+        return run_on_ray(config, Notes(), lambda: False)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_replicas_that_sum_among_themselves_commit_what_one_process_does(source: Path, tmp_path: Path, replicas: int) -> None:  # noqa: F811
+    """The fabric wiring (the lowest replica hands Ψ to the coordinator and takes θ back) with Gloo in the place of NCCL."""
+    changes = {"scaling__num_replicas": replicas, "batch_sequences": 6}
+    actor = FabricCoordinator.options(num_cpus=0).remote()
+    config = preflight.check(config_for(source, tmp_path, "fabric", **changes)).config
+    result = ray.get(actor.run.remote(config), timeout=120)
+    expected, _ = train(config_for(source, tmp_path, "local", **changes))
+    assert result["val_loss"] == pytest.approx(expected["val_loss"], abs=1e-4)
+    assert result["rounds"] == expected["rounds"]
+
+
+class Killer(Notes):
+    """Kills a replica's process when a round is heard."""
+
+    def __init__(self, at_round: int, victim: int) -> None:
+        super().__init__()
+        self.at_round, self.victim = at_round, victim
+
+    def round(self, record: dict[str, Any]) -> None:
+        super().round(record)
+        if record["round"] == self.at_round:
+            replica_processes()[self.victim].kill()
+
+
+def replica_processes() -> list[psutil.Process]:
+    """Replica actors of this process's Ray, by age."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended, or a zombie, while we looked
+            if "ReplicaActor" in " ".join(process.cmdline()[:1]):
+                found.append(process)
+    return sorted(found, key=lambda process: process.create_time())
+
+
+@pytest.mark.parametrize("method", ["muloco", "muon-dp"])
+def test_the_survivors_of_a_kill_commit_on(source: Path, tmp_path: Path, method: str) -> None:  # noqa: F811
+    """A replica killed with -9 in mid-round is named; the others finish the budget with one θ, and no sample is lost."""
+    config = config_for(source, tmp_path, "killed", method=method, scaling__num_replicas=3, batch_sequences=6, scaling__min_replicas=1)
+    config = config.override({"budget_tokens": 20 * config.budget_tokens, "sync_interval": 20})
+    killer = Killer(at_round=3, victim=1)
+    result = fit(config, listener=killer)
+    participants = [r["participants"] for r in result.metrics]
+    assert result.status == "finished"
+    assert (participants[0], participants[-1]) == (3, 2)
+    assert any("lost" in reason for r in result.metrics for reason in r["reasons"])
+    assert result.tokens >= config.budget_tokens
+    assert [r["round"] for r in result.metrics] == list(range(1, len(participants) + 1))
+
+
+def test_too_few_replicas_give_up_with_the_checkpoint_to_resume_from(source: Path, tmp_path: Path) -> None:  # noqa: F811
+    """E01: with min_replicas at its default no round commits without all; the same command goes on from the checkpoint."""
+    config = config_for(source, tmp_path, "few", checkpoint__every_rounds=1)
+    config = config.override({"budget_tokens": 20 * config.budget_tokens, "sync_interval": 20})
+    with pytest.raises(RunError, match="too few replicas") as caught:
+        fit(config, listener=Killer(at_round=2, victim=0))
+    assert "round-00000" in caught.value.checkpoint
+    result = fit(config)
+    assert result.status == "finished"
+    assert [r["round"] for r in records(config)] == list(range(1, result.rounds + 1))
+
+
+def test_a_stop_is_heard_at_the_next_commit(source: Path, tmp_path: Path) -> None:  # noqa: F811
+    config = config_for(source, tmp_path, "stop")
+    config = config.override({"budget_tokens": 50 * config.budget_tokens})
+
+    class Stopper(Notes):
+        def round(self, record: dict[str, Any]) -> None:
+            super().round(record)
+            if record["round"] == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    result = fit(config, listener=Stopper())
+    assert result.status == "stopped"
+    assert 2 <= result.rounds < 50
+    assert signal.getsignal(signal.SIGTERM) is not None
+
+
+def test_two_runs_of_one_name_do_not_write_together(source: Path, tmp_path: Path) -> None:  # noqa: F811
+    """The same command twice on one cluster: the second follows the first and ends with its result."""
+    config = config_for(source, tmp_path, "twice")
+    config = config.override({"budget_tokens": 20 * config.budget_tokens})
+    results: list[Any] = []
+    first = threading.Thread(target=lambda: results.append(fit(config)))
+    first.start()
+    deadline = time.monotonic() + 60
+    while not (Path(config.run.storage_path) / "twice" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    notes = Notes()
+    second = fit(config, listener=notes)
+    first.join(timeout=120)
+    assert any("already going on" in m or "finished" in m for m in notes.messages)
+    assert second.summary["theta_digest"] == results[0].summary["theta_digest"]
+    assert [r["round"] for r in records(config)] == list(range(1, second.rounds + 1))
+
+
+def test_more_replicas_than_the_cluster_can_hold_are_refused_at_once(source: Path, tmp_path: Path) -> None:  # noqa: F811
+    """E16: refused in seconds, with the reason and the fix, never a hang."""
+    begin = time.monotonic()
+    with pytest.raises(ConfigError, match=r"the cluster could hold \d+ replicas"):
+        fit(config_for(source, tmp_path, "many", scaling__num_replicas=64, batch_sequences=64))
+    assert time.monotonic() - begin < 30
+
+
+def test_fit_leaves_no_actor_behind_and_the_callers_ray_alone(source: Path, tmp_path: Path) -> None:  # noqa: F811
+    fit(config_for(source, tmp_path, "clean"))
+    assert ray.is_initialized()
+    deadline = time.monotonic() + 20
+    while replica_processes() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert replica_processes() == []
+
+
+def test_ctrl_c_checkpoints_exits_3_and_leaves_no_process(source: Path, tmp_path: Path) -> None:  # noqa: F811
+    """A private cluster of a job: SIGINT ends the run at a commit with exit code 3, and everything it started is gone."""
+    command = [
+        sys.executable, "jobs/train.py", "nano", "--data.source", str(source), "--run.storage-path", str(tmp_path), "--run.name", "interrupted",
+        "--budget-tokens", "2000000", "--batch-sequences", "8", "--sync-interval", "2", "--scaling.num-replicas", "2", "--run.tracker", "none",
+    ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[1], env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    metrics = tmp_path / "interrupted" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while (not metrics.exists() or metrics.read_text().count("\n") < 2) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 3, output[-2000:]
+    left = [p for p in psutil.process_iter() if in_session(p, process.pid)]
+    psutil.wait_procs(left, timeout=20)
+    assert [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    last = json.loads(metrics.read_text().splitlines()[-1])
+    checkpoints = sorted((tmp_path / "interrupted" / "checkpoints").glob("round-*/manifest.json"))
+    assert json.loads(checkpoints[-1].read_text())["round"] == last["round"]
+    assert math.isfinite(last["train_loss"])
+
+
+def in_session(process: psutil.Process, session: int) -> bool:
+    try:
+        return os.getsid(process.pid) == session
+    except ProcessLookupError:
+        return False
