@@ -15,7 +15,7 @@ Legend: n matrices of one shape, M×N each; m = min(M, N).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -114,7 +114,7 @@ def orthogonalize(matrices: Tensor, coefficients: CoefficientSet, workspace: Wor
     # two plain reductions: the infinity norm of torch is not vectorised on CPUs and takes twenty times as long
     peak = torch.maximum(matrices.amax((1, 2), keepdim=True), matrices.amin((1, 2), keepdim=True).neg_())
     torch.div(matrices, peak.clamp_(min=torch.finfo(torch.float32).tiny), out=scaled)
-    norm: Tensor = torch.linalg.vector_norm(scaled, dim=(1, 2), keepdim=True)  # pyright: ignore[reportUnknownMemberType]
+    norm = cast(Tensor, torch.linalg.vector_norm(scaled, dim=(1, 2), keepdim=True))  # pyright: ignore[reportUnknownMemberType]
     scaled.div_(norm.mul_(coefficients.norm_factor).add_(NORM_EPSILON))
     x.copy_(scaled)
     begin = 0
