@@ -14,9 +14,12 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from urllib.parse import quote, urlsplit
+from typing import TypeVar
+from urllib.parse import quote, unquote, urlsplit
 
 LOCK_DEADLINE_SECONDS = 120.0
+
+_T = TypeVar("_T")
 
 
 def redacted(uri: str) -> str:
@@ -50,13 +53,32 @@ def _is_file_store(path: str) -> bool:
 
 
 def _sqlite_path(uri: str) -> str | None:
-    return uri.removeprefix("sqlite:///") if uri.startswith("sqlite:///") else None
+    return unquote(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
 
 
 def artifact_location(uri: str, experiment: str) -> str | None:
     """Beside a SQLite database, since MLflow's default is ./mlruns of whichever process came first; else the server's choice."""
     path = _sqlite_path(uri)
     return f"file://{quote(os.path.join(os.path.dirname(path), 'mlartifacts', experiment))}" if path else None
+
+
+def quoted(path: str) -> str:
+    """A path as it stands in a SQLite URI: what would begin an escape or the options is escaped."""
+    return path.replace("%", "%25").replace("?", "%3F")
+
+
+def retrying(call: Callable[[], _T]) -> _T:
+    """Call again while a database says that another process is writing, up to a deadline."""
+    deadline, pause = time.monotonic() + LOCK_DEADLINE_SECONDS, 0.05
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            busy = re.search(r"database (table )?is locked|deadlock", str(error))
+            if not busy or time.monotonic() + pause > deadline:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, 2.0)
 
 
 def failure_of(uri: str, error: BaseException) -> str:

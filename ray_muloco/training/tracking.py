@@ -17,10 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol
 
 from ray_muloco.config import flatten
-from ray_muloco.training.mlflow_store import LOCK_DEADLINE_SECONDS, artifact_location, failure_of, quiet_loggers, redacted, schema_lock
+from ray_muloco.training.mlflow_store import artifact_location, failure_of, quiet_loggers, quoted, redacted, retrying, schema_lock
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -32,7 +32,6 @@ TAG_CHARACTERS = 5000  # the lowest of the limits of MLflow's versions
 NAME_CHARACTERS = 250
 FLUSH_SECONDS = 60.0
 
-_T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
 
@@ -268,8 +267,8 @@ class _MlflowRun:
         self._old_metrics: dict[str, dict[int, float]] | None = None
         if found is not None:
             self._old_metrics = {}
-            self._retrying(lambda: self._client.update_run(found.info.run_id, status="RUNNING"))
-        run = found or self._retrying(lambda: self._client.create_run(experiment_id, run_name=name))
+            retrying(lambda: self._client.update_run(found.info.run_id, status="RUNNING"))
+        run = found or retrying(lambda: self._client.create_run(experiment_id, run_name=name))
         self.run_id: str = run.info.run_id
         self._log_parameters(parameters, dict(run.data.params))
         self._log_tags(tags)
@@ -287,22 +286,22 @@ class _MlflowRun:
         for begin in range(0, len(metrics), 1000):
             part = metrics[begin : begin + 1000]
             try:
-                self._retrying(lambda part=part: self._client.log_batch(self.run_id, metrics=part))
+                retrying(lambda part=part: self._client.log_batch(self.run_id, metrics=part))
             except Exception:
                 finite = [metric for metric in part if abs(metric.value) < float("inf")]
                 if len(finite) == len(part):
                     raise
                 # some stores refuse NaN or infinity; the finite numbers are still worth having
-                self._retrying(lambda finite=finite: self._client.log_batch(self.run_id, metrics=finite))
+                retrying(lambda finite=finite: self._client.log_batch(self.run_id, metrics=finite))
 
     def artifact(self, path: str) -> None:
         """Copy a file into the run."""
         if os.path.exists(path):
-            self._retrying(lambda: self._client.log_artifact(self.run_id, path))
+            retrying(lambda: self._client.log_artifact(self.run_id, path))
 
     def end(self, status: Status) -> None:
         """Close the run."""
-        self._retrying(lambda: self._client.set_terminated(self.run_id, status))
+        retrying(lambda: self._client.set_terminated(self.run_id, status))
 
     def _experiment(self, uri: str, name: str) -> str:
         from mlflow.exceptions import MlflowException
@@ -320,14 +319,14 @@ class _MlflowRun:
                 raise RuntimeError(f"experiment {name!r} was deleted there; bring it back with `mlflow experiments restore`")
             return experiment.experiment_id
 
-        return self._retrying(find_or_create)
+        return retrying(find_or_create)
 
     def _find(self, run_id: str) -> Any:
         """The run to continue, or None when the store has none of this id that is not deleted."""
         from mlflow.exceptions import MlflowException
 
         try:
-            run = self._retrying(lambda: self._client.get_run(run_id))
+            run = retrying(lambda: self._client.get_run(run_id))
         except MlflowException as error:
             if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 return None
@@ -342,7 +341,7 @@ class _MlflowRun:
         fresh = [Param(key, value) for key, value in values.items() if key not in known]
         for begin in range(0, len(fresh), PARAMETERS_A_BATCH):
             part = fresh[begin : begin + PARAMETERS_A_BATCH]
-            self._retrying(lambda part=part: self._client.log_batch(self.run_id, params=part))
+            retrying(lambda part=part: self._client.log_batch(self.run_id, params=part))
         self._log_tags({f"resumed.{key}": value for key, value in values.items() if key in known and known[key] != value})
 
     def _log_tags(self, tags: Mapping[str, str]) -> None:
@@ -351,32 +350,18 @@ class _MlflowRun:
         items = [RunTag(_name(key), str(value)[:TAG_CHARACTERS]) for key, value in tags.items()]
         for begin in range(0, len(items), PARAMETERS_A_BATCH):
             part = items[begin : begin + PARAMETERS_A_BATCH]
-            self._retrying(lambda part=part: self._client.log_batch(self.run_id, tags=part))
+            retrying(lambda part=part: self._client.log_batch(self.run_id, tags=part))
 
     def _has(self, key: str, step: int, value: float) -> bool:
         """Whether a continued run already has this value at this step: rounds after its checkpoint are trained again."""
         if self._old_metrics is None:
             return False
         if key not in self._old_metrics:
-            history = self._retrying(lambda: self._client.get_metric_history(self.run_id, key))
+            history = retrying(lambda: self._client.get_metric_history(self.run_id, key))
             self._old_metrics[key] = {metric.step: metric.value for metric in sorted(history, key=lambda metric: metric.timestamp)}
         old = self._old_metrics[key].get(step)
         stored = max(-sys.float_info.max, min(value, sys.float_info.max)) if value == value else value  # as databases keep infinity
         return old is not None and (old in (value, stored) or (old != old and value != value))
-
-    @staticmethod
-    def _retrying(call: Callable[[], _T]) -> _T:
-        """Call again while SQLite says that another process is writing, up to a deadline."""
-        deadline, pause = time.monotonic() + LOCK_DEADLINE_SECONDS, 0.05
-        while True:
-            try:
-                return call()
-            except Exception as error:
-                busy = re.search(r"database (table )?is locked|deadlock", str(error))
-                if not busy or time.monotonic() + pause > deadline:
-                    raise
-            time.sleep(pause)
-            pause = min(2 * pause, 2.0)
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
@@ -394,7 +379,7 @@ def tracking_uri(storage_path: str, environment: Mapping[str, str] | None = None
     """
     given = (os.environ if environment is None else environment).get("MLFLOW_TRACKING_URI", "").strip()
     if not given:
-        return f"sqlite:///{os.path.abspath(storage_path)}/mlflow.db"
+        return f"sqlite:///{quoted(os.path.abspath(storage_path))}/mlflow.db"
     if given.startswith("sqlite:///") and given != "sqlite:///:memory:":
         return f"sqlite:///{os.path.abspath(given.removeprefix('sqlite:///'))}"
     is_path = not re.match(r"[a-z][a-z0-9+.-]*:|databricks$|databricks-uc$|uc$", given)
