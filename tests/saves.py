@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import fsspec.implementations.local  # noqa: F401  (here once, not in every fork)
 import torch
 from torch import Tensor
 
@@ -58,59 +59,59 @@ def assert_whole(ref: CheckpointRef) -> None:
 
 
 def kill_main(mode: str, location: str, staging_dir: str) -> None:
-    """Fork a saver, kill it, look in a second fork at what is left, print that as a line; again and again.
+    """Fork a process that prints what it finds and saves on, and kill it; again and again, and look once more at the end.
 
     This process itself neither saves nor looks: it stays without threads, so that a fork is a whole process. (Torch is
     imported once here; a program a kill would import it fifty times.)
     """
     begin = time.perf_counter()
-    _run_saver(location, staging_dir, num_saves=3)  # from here on a save has old checkpoints to remove
+    acknowledged, _ = _run_saver(location, staging_dir, 0, num_saves=3)  # from here on a save has old checkpoints to remove
     save_seconds = (time.perf_counter() - begin) / 3
     if mode == "steps":
         step, ended = 0, False
         while not ended:
             step += 1
-            acknowledged, ended = _run_saver(location, staging_dir, kill_at_step=step)
-            _print_found(mode, location, staging_dir, acknowledged)
+            acknowledged, ended = _run_saver(location, staging_dir, acknowledged, num_saves=1, kill_at_step=step)
     else:
         randomness = random.Random(20250523)
         for _ in range(50):
-            acknowledged, _ = _run_saver(location, staging_dir, kill_after_seconds=randomness.uniform(0, 2 * save_seconds))
-            _print_found(mode, location, staging_dir, acknowledged)
+            acknowledged, _ = _run_saver(location, staging_dir, acknowledged, kill_after_seconds=randomness.uniform(0, 2 * save_seconds))
+    _run_saver(location, staging_dir, acknowledged, num_saves=0)
 
 
-def _run_saver(location: str, staging_dir: str, *, num_saves: int = 10**9, kill_at_step: int = 0, kill_after_seconds: float = math.inf) -> tuple[int, bool]:
-    """The last round whose commit returned in the saver (0 if none did), and whether it ended by itself.
+def _run_saver(
+    location: str, staging_dir: str, acknowledged: int, *, num_saves: int = 10**9, kill_at_step: int = 0, kill_after_seconds: float = math.inf
+) -> tuple[int, bool]:
+    """The last round whose commit returned, in this saver or before it, and whether the saver ended by itself.
 
-    kill_at_step: one save, killed at that step of it. Otherwise saves follow each other until the kill.
+    kill_at_step: the saver is killed at that step of its saves. kill_after_seconds: it is killed that long after it began.
     """
     assert threading.active_count() == 1
     read_end, write_end = os.pipe()
     saver = os.fork()
     if saver == 0:
-        _as_child(lambda: _save_on(location, staging_dir, num_saves if not kill_at_step else 1, kill_at_step, write_end))
+        _as_child(lambda: _look_and_save(location, staging_dir, acknowledged, num_saves, kill_at_step, write_end))
     os.close(write_end)
     if kill_after_seconds < math.inf:
-        os.read(read_end, 8)  # it has begun
+        os.read(read_end, 2)  # it has looked
         time.sleep(kill_after_seconds)
         os.kill(saver, signal.SIGKILL)
     _, status = os.waitpid(saver, 0)
     with os.fdopen(read_end, "rb") as stream:
         words = stream.read().split()
-    if not os.WIFSIGNALED(status):
-        assert os.waitstatus_to_exitcode(status) == 0
-    return int(words[-1]) if words else 0, not os.WIFSIGNALED(status)
+    assert os.waitstatus_to_exitcode(status) in (0, -signal.SIGKILL)
+    return max(acknowledged, *map(int, words), 0), not os.WIFSIGNALED(status)
 
 
-def _save_on(location: str, staging_dir: str, num_saves: int, kill_at_step: int, write_end: int) -> None:
-    store = CheckpointStore(location, staging_dir=staging_dir, keep=2)
-    latest = store.latest(verify=False)
-    first = latest.round + 1 if latest else 1
-    os.write(write_end, b"0       ")
+def _look_and_save(location: str, staging_dir: str, acknowledged: int, num_saves: int, kill_at_step: int, write_end: int) -> None:
+    found = {"location": location, "acknowledged": acknowledged, **_found(location, staging_dir)}
+    print(json.dumps(found), flush=True)
+    os.write(write_end, b"0 ")
     if kill_at_step:
         _die_at_step(kill_at_step)
-    for round_number in range(first, first + num_saves):
-        save(store, round_number, 50 if kill_at_step else 100_000)
+    store = CheckpointStore(location, staging_dir=staging_dir, keep=2)
+    for round_number in range(found["newest"] + 1, found["newest"] + 1 + num_saves):
+        save(store, round_number, 50 if kill_at_step else 60_000)
         os.write(write_end, f"{round_number} ".encode())
 
 
@@ -146,16 +147,8 @@ def _die_at_step(step: int) -> None:
     locations.open = lambda path, mode: (TornFile if "x" in mode else open)(path, mode.replace("b", "") if "x" in mode else mode)  # type: ignore[attr-defined]
 
 
-def _print_found(mode: str, location: str, staging_dir: str, acknowledged: int) -> None:
-    """Print what a new process finds, in a fork of its own."""
-    looker = os.fork()
-    if looker == 0:
-        found = {"mode": mode, "location": location, "acknowledged": acknowledged}
-        _as_child(lambda: print(json.dumps({**found, **_found(location, staging_dir)}), flush=True))
-    assert os.waitstatus_to_exitcode(os.waitpid(looker, 0)[1]) == 0
-
-
 def _found(location: str, staging_dir: str) -> dict[str, Any]:
+    """What a new process finds, every complete checkpoint verified."""
     told = io.StringIO()
     logging.basicConfig(stream=told)
     store = CheckpointStore(location, staging_dir=staging_dir, keep=2)

@@ -239,8 +239,13 @@ def test_a_writer_that_was_taken_over_can_no_longer_commit(store: CheckpointStor
     save(other, 2)
     with pytest.raises(RunError, match=rf"^fenced: .*taken over by process {os.getpid()} on "):
         store.commit(name, {"cursor": 0}, [])
+    with pytest.raises(RunError, match=r"^fenced"):
+        store.begin(3)  # which would clear away what the other is writing
     assert [ref.round for ref in other.all()] == [1, 2]
-    save(other, 3)
+    name = other.begin(3)
+    locations.open_storage(other.location).delete_file("writer.json")
+    with pytest.raises(RunError, match=r"^fenced: .*writer\.json.* is gone"):
+        other.commit(name, {}, [])
 
 
 # ---- damage
@@ -427,9 +432,9 @@ def assert_never_backwards(found: list[dict[str, Any]]) -> None:
 def test_kill_9_at_random_moments_of_a_save_always_leaves_the_newest_complete_checkpoint(kills: Kills) -> None:
     """K01: 50 kills from outside, at seeded moments of an endless series of saves."""
     found = kills.found["moments"]
-    assert len(found) == 50
+    assert len(found) == 52  # before the first save, after the first three, and after each kill
     assert_never_backwards(found)
-    assert found[-1]["newest"] > 10, "the savers were killed before they could save"
+    assert found[-1]["newest"] > 3, "the savers were killed before they could save"
     assert_cleans_up(kills.locations["moments"], kills.staging_dir, found[-1]["newest"])
 
 

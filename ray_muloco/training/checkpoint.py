@@ -159,7 +159,7 @@ class CheckpointStore:
         attempts = [_order(name)[1] for name in names if _order(name)[0] == round_number]
         name = f"round-{round_number:06d}" + (f"-{max(attempts) + 1}" if attempts else "")
         self._begun = {other for other in self._begun if _order(other)[0] != round_number}
-        self._remove(other for other in names if other not in self._begun and self._storage.size(f"{other}/{MANIFEST}") is None)
+        self._remove([other for other in names if other not in self._begun and self._storage.size(f"{other}/{MANIFEST}") is None])
         self._storage.make_directory(name)
         self._begun.add(name)
         return name
@@ -192,9 +192,12 @@ class CheckpointStore:
 
         Later rounds and other saves of this round go too: they belong to a history that the run fell back from.
         """
-        older = [ref.name for ref in self.all() if ref.round < _order(newest)[0]]
-        kept = {newest, *self._begun, *older[max(0, len(older) - self.keep + 1) :]}
-        self._remove(name for name in self._names() if name not in kept)
+        try:
+            older = [ref.name for ref in self.all() if ref.round < _order(newest)[0]]
+            kept = {newest, *self._begun, *older[max(0, len(older) - self.keep + 1) :]}
+            self._remove([name for name in self._names() if name not in kept])
+        except RunError as error:  # the commit stands all the same
+            logger.warning("old checkpoints were left at %s: %s", self.location, error.detail)
 
     def _remove(self, names: Iterable[str]) -> None:
         """Delete checkpoints, manifest first: a kill in between leaves none that looks complete.
