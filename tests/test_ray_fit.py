@@ -68,10 +68,11 @@ class FabricCoordinator:
     def run(self, config: Any) -> dict[str, Any]:
         from ray_muloco.runtime import wiring
         from ray_muloco.runtime.collectives import GLOO
+        from ray_muloco.runtime.fit import Silent
         from ray_muloco.runtime.setup import run_on_ray
 
         wiring.choose_fabric = lambda *_: GLOO
-        return run_on_ray(config, Notes(), lambda: False)
+        return run_on_ray(config, Silent(), lambda: False)
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
