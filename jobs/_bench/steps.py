@@ -23,8 +23,8 @@ from ray_muloco.data.tokenizer import ByteTokenizer
 from ray_muloco.training.plan import SampleRange, SegmentPlan
 from ray_muloco.training.replica import Replica
 
-# torch.optim.Muon's own defaults, so that both sides compute the same update
-TORCH_MUON = InnerConfig(lr=0.02, momentum=0.95, nesterov=True, coefficients="jordan", scaling="original")
+# this program's momentum and torch.optim.Muon's coefficients and scaling, so that both sides compute the same update
+TORCH_MUON = InnerConfig(lr=0.02, coefficients="jordan", scaling="original")
 
 
 def muon(effort: Effort) -> Iterator[Figure]:
@@ -63,7 +63,7 @@ def _muon_sides(matrices: list[Tensor]) -> tuple[Callable[[], None], Callable[[]
     names = [f"matrix{i}" for i in range(len(mine))]
     compute_dtype = torch.bfloat16 if native_bf16() else torch.float32
     ours = InnerOptimizer(zip(names, mine, strict=True), dict.fromkeys(names, "muon"), TORCH_MUON, compute_dtype=compute_dtype)
-    baseline = torch.optim.Muon(theirs, lr=TORCH_MUON.lr, weight_decay=0.0, momentum=TORCH_MUON.momentum, nesterov=True)
+    baseline = torch.optim.Muon(theirs, lr=TORCH_MUON.lr, weight_decay=0.0, momentum=TORCH_MUON.momentum, nesterov=TORCH_MUON.nesterov)
     ours.step(TORCH_MUON.lr)
     baseline.step()
     for before, a, b in zip(matrices, mine, theirs, strict=True):
