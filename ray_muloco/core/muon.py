@@ -25,8 +25,8 @@ __all__ = ["InnerOptimizer", "build_inner_optimizer", "label_parameters", "newto
 
 # Matrices are orthogonalised in chunks of so many elements (a larger matrix is a chunk of its own): this bounds the workspace.
 # A CPU wants a chunk to stay in its caches from step to step, an accelerator wants enough work for one launch.
-CHUNK_ELEMENTS = {"cpu": 1 << 18}
-CHUNK_ELEMENTS_ACCELERATOR = 1 << 25
+CHUNK_ELEMENTS_CPU = 1 << 18
+CHUNK_ELEMENTS_ACCELERATOR = 1 << 23
 
 
 def update_scale(scaling: str, fan_out: int, fan_in: int) -> float:
@@ -62,7 +62,7 @@ class MuonStack:
         self.scale = update_scale(inner.scaling, *self.shape)
         self.momentum = torch.zeros(len(members), *self.shape, dtype=torch.float32, device=first.device)  # [n, M, N]
         self.momenta = list(self.momentum)
-        chunk_elements = CHUNK_ELEMENTS.get(first.device.type, CHUNK_ELEMENTS_ACCELERATOR)
+        chunk_elements = CHUNK_ELEMENTS_CPU if first.device.type == "cpu" else CHUNK_ELEMENTS_ACCELERATOR
         self.chunk = min(len(members), max(1, chunk_elements // math.prod(self.shape)))
         self.workspace = Workspace(self.chunk, self.shape, compute_dtype, first.device)
 
@@ -112,8 +112,9 @@ class InnerOptimizer:
     A parameter without gradient is left alone: no decay, no momentum, no step count. All state exists from construction and
     is fp32. The two groups share the scheduled learning rate, AdamW's times `adamw_lr_factor`, and the weight decay.
 
-    named_parameters: (name, parameter) pairs, each parameter once, fp32; those without a label are not trained.
-    labels: "muon" or "adamw" by name. compute_dtype: fp32 or bf16, type of the Newton-Schulz products.
+    named_parameters: (name, parameter) pairs; frozen parameters are passed over. labels: "muon" or "adamw" by name.
+    compute_dtype: fp32 or bf16, type of the Newton-Schulz products. Raises ValueError for a trainable parameter that is
+    listed twice, has no label or is not fp32.
     """
 
     def __init__(
@@ -127,12 +128,14 @@ class InnerOptimizer:
         self.inner = inner
         stacks: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
         rest: list[tuple[str, nn.Parameter]] = []
+        seen: set[int] = set()
         for name, parameter in named_parameters:
-            if parameter.dtype is not torch.float32:
-                raise ValueError(f"parameter {name} is {parameter.dtype}: master weights must be torch.float32")
-            if labels.get(name) == "muon":
+            if not parameter.requires_grad:
+                continue
+            _check(name, parameter, labels, seen)
+            if labels[name] == "muon":
                 stacks.setdefault((matrix_shape(tuple(parameter.shape)), parameter.device), []).append((name, parameter))
-            elif labels.get(name) == "adamw":
+            else:
                 rest.append((name, parameter))
         self.muon = [MuonStack(members, inner, compute_dtype) for members in stacks.values()]
         self.adamw = AdamWGroup(rest, inner)
@@ -175,6 +178,16 @@ class InnerOptimizer:
         """Back to the state at construction."""
         for tensor in self.state_tensors().values():
             tensor.zero_()
+
+
+def _check(name: str, parameter: nn.Parameter, labels: Mapping[str, Label], seen: set[int]) -> None:
+    if id(parameter) in seen:
+        raise ValueError(f"parameter {name} is listed twice: a tied parameter would be stepped twice")
+    if name not in labels:
+        raise ValueError(f"parameter {name} has no label: it would not be trained")
+    if parameter.dtype is not torch.float32:
+        raise ValueError(f"parameter {name} is {parameter.dtype}: master weights must be torch.float32")
+    seen.add(id(parameter))
 
 
 def build_inner_optimizer(model: nn.Module, *, uses_muon: bool, inner: InnerConfig, compute_dtype: torch.dtype) -> InnerOptimizer:
