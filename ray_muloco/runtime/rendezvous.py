@@ -5,6 +5,7 @@ torch is imported inside functions, so that a driver may import this for its rec
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -159,6 +160,7 @@ def sweep(store: Any, membership: Membership) -> None:
 
 
 def sentence(error: BaseException) -> str:
-    """An error in one line: its type and the first line of what it says."""
+    """An error in one line: its type and what it says, without the C++ file it comes from and the advice that follows."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    said = re.sub(r"^\[\S+:\d+\] ", "", lines[0]).partition(". This is typically caused")[0][:300] if lines else ""
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

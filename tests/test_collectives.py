@@ -1,0 +1,157 @@
+"""What of the collectives needs no cluster: records that pickle, the rule of agreement, NCCL's arguments, light imports."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ray_muloco.errors import CollectiveError
+from ray_muloco.runtime import nccl_backend
+from ray_muloco.runtime.agreement import disagreement, pack, unpack
+from ray_muloco.runtime.collectives import Membership
+from ray_muloco.runtime.gloo_backend import Transport
+from ray_muloco.runtime.rendezvous import sentence
+
+
+def test_a_driver_does_not_pay_for_torch() -> None:
+    """Importing the collectives imports neither torch nor ray.util.collective, which imports torch."""
+    code = "import sys, ray_muloco.runtime.collectives; print([m for m in ('torch', 'ray.util.collective') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_memberships_and_failures_cross_processes() -> None:
+    place = Membership("10.0.0.1:1234", "run", 3, 4, 1, 60.0)
+    assert pickle.loads(pickle.dumps(place)) == place
+    failure = pickle.loads(pickle.dumps(CollectiveError(place.name, "reduce", 1.5, "closed")))
+    assert (failure.group, failure.operation, failure.seconds, failure.cause) == ("run/3/MULOCO_GLOO", "reduce", 1.5, "closed")
+
+
+def test_names_differ_by_run_generation_and_backend() -> None:
+    places = [
+        Membership("a:1", run, generation, 1, 0, 1.0, backend) for run in ("r", "s") for generation in (1, 11) for backend in ("MULOCO_GLOO", "MULOCO_NCCL")
+    ]
+    assert len({place.name for place in places}) == 8
+
+
+@pytest.mark.parametrize(
+    ("said", "odd"),
+    [
+        (["a"], ""),
+        (["a", "a", "a"], ""),
+        (["a", "a", "b", "a"], "rank 2 has 'b' where the others have 'a'"),
+        (["b", "a", "a"], "rank 0 has 'b' where the others have 'a'"),
+        (["a", "b"], "rank 1 has 'b' where the others have 'a'"),
+        (["a", "b", "c", "a"], "rank 1 has 'b' and rank 2 has 'c' where the others have 'a'"),
+    ],
+)
+def test_the_odd_ranks_are_those_that_differ_from_most_and_from_rank_0_in_a_tie(said: list[str], odd: str) -> None:
+    assert disagreement(said) == odd
+
+
+def test_descriptions_survive_the_wire_and_too_long_ones_are_refused() -> None:
+    assert unpack(pack("Σ: 100 float32", 32)) == "Σ: 100 float32"
+    with pytest.raises(ValueError, match="at most 8 bytes"):
+        pack("123456789", 8)
+
+
+def test_errors_of_gloo_are_told_without_its_source_file() -> None:
+    error = RuntimeError("[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:62144. This is typically caused by …\nmore")
+    assert sentence(error) == "RuntimeError: Connection closed by peer [10.0.0.2]:62144"
+    assert sentence(KeyError()) == "KeyError"
+
+
+class RecordingGroup:
+    """Stands in for a torch process group: notes what it was asked, and fails when told to."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments, self.blocking = arguments, os.environ.get(nccl_backend.BLOCKING_WAIT)
+        self.calls: list[str] = []
+        self.failing = False
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any) -> Any:
+            self.calls.append(name)
+            if self.failing and name != "abort":
+                raise RuntimeError("timed out")
+            return SimpleNamespace(wait=lambda: None)
+
+        return call
+
+
+@pytest.fixture
+def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that has CUDA and NCCL in name."""
+
+    class ProcessGroupNCCL(RecordingGroup):
+        class Options:
+            def __init__(self, is_high_priority_stream: bool) -> None:
+                self.is_high_priority_stream = is_high_priority_stream
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", ProcessGroupNCCL, raising=False)
+    monkeypatch.setattr(nccl_backend, "why_unavailable", lambda: "")
+
+
+@pytest.mark.usefixtures("fake_nccl")
+@pytest.mark.parametrize("before", [None, "0"])
+def test_nccl_gets_its_timeout_and_waits_so_that_errors_reach_the_caller(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    """The switch is on while the group is made, and as it was afterwards."""
+    if before is None:
+        monkeypatch.delenv(nccl_backend.BLOCKING_WAIT, raising=False)
+    else:
+        monkeypatch.setenv(nccl_backend.BLOCKING_WAIT, before)
+    transport = nccl_backend.NcclTransport("store", rank=1, world_size=3, timeout_seconds=7.0)
+    group: Any = transport._group
+    store, rank, world_size, options = group.arguments
+    assert (store, rank, world_size, options._timeout) == ("store", 1, 3, timedelta(seconds=7))
+    assert group.blocking == "1"
+    assert os.environ.get(nccl_backend.BLOCKING_WAIT) == before
+
+
+@pytest.mark.usefixtures("fake_nccl")
+def test_a_failing_nccl_group_is_aborted_once_and_stays_closed() -> None:
+    transport = nccl_backend.NcclTransport("store", rank=0, world_size=2, timeout_seconds=7.0)
+    group: Any = transport._group
+    transport.allreduce(torch.zeros(1), "SUM")
+    group.failing = True
+    with pytest.raises(RuntimeError, match="timed out"):
+        transport.reduce(torch.zeros(1), 0, "SUM")
+    transport.close()
+    assert transport.closed
+    assert group.calls == ["allreduce", "reduce", "abort"]
+    with pytest.raises(RuntimeError, match="closed"):
+        transport.barrier()
+
+
+def test_a_failed_transport_lets_go_of_its_group_while_the_error_still_lives() -> None:
+    """What frees the peers is the closed sockets, and a traceback must not keep them open."""
+
+    class FailingGroup:
+        def barrier(self) -> None:
+            raise RuntimeError("timed out")
+
+    group = FailingGroup()
+    transport, alive = Transport(group), weakref.ref(group)
+    del group
+    try:
+        transport.barrier()
+    except RuntimeError as error:
+        kept = error
+    assert alive() is None
+    assert "timed out" in str(kept)
+
+
+def test_nccl_says_what_is_missing_and_what_to_do() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(RuntimeError, match=r"CUDA .* --scaling\.collective gloo"):
+        nccl_backend.NcclTransport("store", rank=0, world_size=1, timeout_seconds=7.0)
