@@ -1,0 +1,293 @@
+"""One run as one page: report.html and loss.png from config.json, metrics.jsonl and result.json.
+
+The page needs nothing but itself: no script, no font, no address. Missing files, rounds and figures leave notes, not errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from ray_muloco import presets
+from ray_muloco.analysis import formats, plots
+from ray_muloco.analysis.page import STYLE
+from ray_muloco.analysis.plots import Chart
+from ray_muloco.config import flatten
+from ray_muloco.errors import ConfigError
+
+MAX_TABLE_ROWS = 24
+MAX_EVENT_ROWS = 60
+PACKAGES = ("ray_muloco", "torch", "ray", "numpy", "pyarrow", "tokenizers", "safetensors", "mlflow")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run's directory says; any part may be empty."""
+
+    directory: str
+    config: dict[str, Any]
+    records: list[dict[str, Any]]
+    result: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return str(self.result.get("name") or os.path.basename(os.path.abspath(self.directory)))
+
+    def figure(self, key: str) -> Any:
+        """A figure of result.json, or of the configuration."""
+        value = self.result.get(key)
+        return self.config.get(key) if value is None else value
+
+
+def read_run(run_dir: str) -> Run:
+    """Read a run's directory. ConfigError when it holds neither config.json nor metrics.jsonl.
+
+    A line of metrics.jsonl that is not a whole record (a crash in mid-write) is passed over; of a round written twice
+    the later line counts.
+    """
+    names = ("config.json", "metrics.jsonl")
+    if not any(os.path.exists(os.path.join(run_dir, name)) for name in names):
+        raise ConfigError("RUN", run_dir, "must be the directory of a run", f"neither {' nor '.join(names)} is there")
+    by_round: dict[float, dict[str, Any]] = {}
+    for line in _text(os.path.join(run_dir, "metrics.jsonl")).splitlines():
+        record = _parsed(line)
+        number = record.get("round")
+        if isinstance(number, int | float) and math.isfinite(number):
+            by_round[number] = record
+    records = [by_round[number] for number in sorted(by_round)]
+    return Run(run_dir, _parsed(_text(os.path.join(run_dir, "config.json"))), records, _parsed(_text(os.path.join(run_dir, "result.json"))))
+
+
+def write_report(run_dir: str) -> str:
+    """Write loss.png and report.html into a run's directory; returns the path of report.html."""
+    run = read_run(run_dir)
+    plots.write_loss_plot(os.path.join(run_dir, "loss.png"), run.records, _title(run))
+    path = os.path.join(run_dir, "report.html")
+    beside = f"{path}.{os.getpid()}.tmp"
+    with open(beside, "w", encoding="utf-8") as file:
+        file.write(render(run))
+    os.replace(beside, path)
+    return path
+
+
+def render(run: Run) -> str:
+    """The page as text."""
+    loss, *other_losses = plots.loss_charts(run.records)
+    sections = [
+        _headline(run),
+        _section("Loss", _figures([loss, *other_losses]) + _evaluations(run)),
+        _section("Participation", _figures([plots.participation_chart(run.records)]) + _events(run)),
+        _section(
+            "Where the time went",
+            _figures(
+                [
+                    plots.phase_chart(run.records),
+                    plots.round_chart("Tokens a second", run.records, ["tokens_per_second"], "No rate was recorded.", from_zero=True),
+                ]
+            )
+            + _phases(run),
+        ),
+        _section("The outer step", _figures(_outer_charts(run))),
+        _section("Configuration", _configuration(run)),
+        _section("Environment", _table([(name, value) for name, value in environment().items()], ("package", "version"))),
+    ]
+    title = escape(_title(run))
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="color-scheme" content="light dark"><title>{title}</title><style>{STYLE}</style></head>\n<body><main>\n'
+        + "\n".join(sections)
+        + "\n</main></body></html>\n"
+    )
+
+
+# ---- sections
+
+
+def _title(run: Run) -> str:
+    method, preset = run.figure("method"), run.figure("preset")
+    what = ", ".join(str(part) for part in (method, preset) if part)
+    replicas = run.config.get("scaling", {}).get("num_replicas") if isinstance(run.config.get("scaling"), dict) else None
+    return f"{run.name}: {what}" + (f", K = {replicas}" if replicas else "") if what else run.name
+
+
+def _headline(run: Run) -> str:
+    figures = headline(run)
+    tiles = "".join(f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in figures.items())
+    facts = [
+        (name, str(run.result[key]))
+        for key, name in (("checkpoint", "checkpoint"), ("theta_digest", "digest of the parameters"))
+        if run.result.get(key) not in (None, "")
+    ]
+    return f"<header><h1>{escape(_title(run))}</h1><p>{escape(_state(run))}</p></header>\n<div class='tiles'>{tiles}</div>\n" + (_table(facts) if facts else "")
+
+
+def _state(run: Run) -> str:
+    if not run.records:
+        return "No round has been committed yet."
+    if not run.result:
+        return f"Not finished: the figures are those of its {len(run.records)} rounds so far."
+    if run.result.get("status") == "stopped":
+        return "Stopped on request and checkpointed; the same command goes on."
+    return "Finished."
+
+
+def headline(run: Run) -> dict[str, str]:
+    """Name → figure as text, in reading order; from result.json, or from the rounds there are."""
+    records, result = run.records, run.result
+    last = records[-1] if records else {}
+    evaluated = [record for record in records if formats.is_number(record.get("val_loss"))]
+    latest = evaluated[-1] if evaluated else {}
+    seconds = math.fsum(plots.round_seconds(record) for record in records)
+    traffic = {key: (plots.cumulative(records, key) or [None])[-1] for key in ("uplink_bytes", "downlink_bytes", "heal_bytes")}
+    averages = {key: mean([value for value in plots.values(records, key) if value is not None]) for key in ("participants", "alive")}
+
+    def of(key: str, otherwise: Any) -> Any:
+        return result[key] if result.get(key) is not None else otherwise
+
+    tokens = of("tokens", last.get("tokens"))
+    return {
+        "validation loss, nats a token": formats.fixed(of("val_loss", latest.get("val_loss"))),
+        "validation bits a byte": formats.fixed(of("val_bits_per_byte", latest.get("val_bits_per_byte"))),
+        "training loss, last round": formats.fixed(last.get("train_loss")),
+        "parameters": formats.count(result.get("num_params")),
+        "tokens": formats.count(tokens),
+        "rounds": formats.count(of("rounds", last.get("round"))),
+        "time": formats.seconds(of("seconds", seconds)),
+        "tokens a second": formats.count(of("tokens_per_second", tokens / seconds if seconds and formats.is_number(tokens) else None)),
+        "sent up": formats.num_bytes(of("uplink_bytes", traffic["uplink_bytes"])),
+        "sent down": formats.num_bytes(of("downlink_bytes", traffic["downlink_bytes"])),
+        "first and healing transfers": formats.num_bytes(of("heal_bytes", traffic["heal_bytes"])),
+        "participants, mean": formats.fixed(of("participants_mean", averages["participants"]), 3),
+        "alive, mean": formats.fixed(of("alive_mean", averages["alive"]), 3),
+        "generation": formats.count(of("generations", last.get("generation"))),
+    }
+
+
+def _evaluations(run: Run) -> str:
+    evaluated = [record for record in run.records if formats.is_number(record.get("val_loss"))]
+    if not evaluated:
+        return "<p class='note'>The parameters have not been evaluated.</p>"
+    shown = evaluated[:: max(1, math.ceil(len(evaluated) / MAX_TABLE_ROWS))]
+    shown = shown if shown[-1] is evaluated[-1] else [*shown, evaluated[-1]]
+    rows = [
+        (
+            formats.count(r.get("round")),
+            formats.count(r.get("tokens")),
+            formats.fixed(r.get("train_loss")),
+            formats.fixed(r.get("val_loss")),
+            formats.fixed(r.get("val_bits_per_byte")),
+        )
+        for r in shown
+    ]
+    some = f"{len(rows)} of {len(evaluated)} evaluations" if len(rows) < len(evaluated) else "all evaluations"
+    return f"<details><summary>Table: {some}</summary>{_table(rows, ('round', 'tokens', 'training', 'validation', 'bits a byte'))}</details>"
+
+
+def _events(run: Run) -> str:
+    events = [
+        (formats.count(record.get("round")), "; ".join(str(reason) for reason in record["reasons"]))
+        for record in run.records
+        if isinstance(record.get("reasons"), list) and record["reasons"]
+    ]
+    if not events:
+        return "<p class='note'>Nobody was lost, healed or ejected.</p>" if run.records else ""
+    more = f"<p class='note'>{len(events) - MAX_EVENT_ROWS} more in metrics.jsonl.</p>" if len(events) > MAX_EVENT_ROWS else ""
+    return f"<h3>What changed, and why</h3>{_table(events[:MAX_EVENT_ROWS], ('round', 'reason'))}{more}"
+
+
+def _phases(run: Run) -> str:
+    totals = {key: math.fsum(value for value in column if value is not None) for key, column in plots.phases(run.records).items()}
+    whole = math.fsum(totals.values())
+    if not whole:
+        return ""
+    rows = [(plots.LABELS[key], formats.seconds(total), f"{100 * total / whole:.1f} %") for key, total in totals.items()]
+    return _table(rows, ("phase", "in the run", "share"))
+
+
+def _outer_charts(run: Run) -> list[Chart]:
+    data_parallel = str(run.figure("method") or "").endswith("-dp")
+    no_norms = "A data-parallel method has no pseudogradient." if data_parallel else "No norms were recorded."
+    no_cosine = no_norms if data_parallel else "A cosine needs two replicas."
+    return [
+        plots.round_chart("Norms", run.records, ["pseudogradient_norm", "outer_update_norm"], no_norms, from_zero=True),
+        plots.round_chart("Cosine between replicas", run.records, ["replica_cosine"], no_cosine),
+        plots.round_chart("Inner learning rate", run.records, ["inner_lr"], "No learning rate was recorded.", from_zero=True),
+    ]
+
+
+def _configuration(run: Run) -> str:
+    if not run.config:
+        return "<p class='note'>config.json is missing or cannot be read.</p>"
+    flat = flatten(run.config)
+    usual: dict[str, Any] = {}
+    with contextlib.suppress(ConfigError, KeyError, TypeError, ValueError):
+        usual = flatten(presets.get(flat["preset"], flat["method"], flat["scaling.num_replicas"]).to_dict())
+    changed = {name for name, value in flat.items() if name in usual and usual[name] != value}
+    rows = "".join(
+        f"<tr{' class=changed' if name in changed else ''}><td>{escape(name)}</td><td>{escape(_plain(value))}</td>"
+        f"<td>{escape(_plain(usual[name])) if name in changed else ''}</td></tr>"
+        for name, value in flat.items()
+    )
+    said = f"{len(changed)} of {len(flat)} settings differ from the preset {flat.get('preset')}." if usual else ""
+    return f"<p class='note'>{escape(said)}</p><div class='scroll'><table><thead><tr><th>setting</th><th>value</th><th>in the preset</th></tr></thead><tbody>{rows}</tbody></table></div>"
+
+
+def environment() -> dict[str, str]:
+    """Versions of what a run depends on, where this report was written; nothing is imported for it."""
+    versions = {"Python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} logical CPUs"}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+# ---- pieces
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{content}</section>"
+
+
+def _figures(charts: Sequence[Chart]) -> str:
+    return f"<div class='charts'>{''.join(_figure(chart) for chart in charts)}</div>"
+
+
+def _figure(chart: Chart) -> str:
+    body = chart.svg or f"<p class='note'>{escape(chart.note)}</p>"
+    keys = f"<div class='keys'>{chart.keys}</div>" if chart.keys and chart.svg else ""
+    return f"<figure><figcaption>{escape(chart.title)}</figcaption>{keys}{body}</figure>"
+
+
+def _table(rows: Sequence[Sequence[str]], heads: Sequence[str] = ()) -> str:
+    head = f"<thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in heads)}</tr></thead>" if heads else ""
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<div class='scroll'><table>{head}<tbody>{body}</tbody></table></div>"
+
+
+def _plain(value: Any) -> str:
+    return "" if value == "" else f"{value:,}".replace(",", " ") if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
