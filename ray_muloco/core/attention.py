@@ -26,8 +26,9 @@ EXPLICIT_MAX_LENGTH = 1024
 class Positions:
     """What every block needs to know about the batch's positions.
 
-    rotary: [T, C/2] complex64, e^(i t θ^(-2j/C)). mask: bool [B, 1, T, T], or None for plain causality.
-    bias: what is added to the scores by the explicit form, 0 or -inf, [1 or B*H, T, T]; None where the fused form serves.
+    rotary: fp32 [T, C/2, 2], cos and sin of the angle t θ^(-2j/C) by which pair j is turned at time t.
+    mask: bool [B, 1, T, T], who may see whom; None for plain causality.
+    bias: the same as 0 or -inf for the explicit form to add to scores, [1 or B*H, T, T]; None where the fused form serves.
     """
 
     rotary: Tensor
@@ -36,10 +37,10 @@ class Positions:
 
 
 def rotary_table(length: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """e^(i t θ^(-2j/C)) for t < T, j < C/2: [T, C/2] complex64, computed in fp64 on the CPU."""
+    """cos and sin of t θ^(-2j/C) for t < T, j < C/2: fp32 [T, C/2, 2], computed in fp64 on the CPU."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), theta**-exponents)
-    return torch.polar(torch.ones_like(angles), angles).to(device, torch.complex64)
+    return torch.stack((angles.cos(), angles.sin()), dim=-1).to(device, torch.float32)
 
 
 def document_mask(tokens: Tensor, separator_id: int | None) -> Tensor | None:
@@ -97,7 +98,7 @@ class _Heads(Function):
         _, batch, num_heads, length, width = unit.shape
         grad = torch.empty_like(unit)
         grad[0], grad[1] = grad_q, grad_k
-        grad = _turn(grad, rotary.conj())
+        grad = _turn(grad, rotary, back=True)
         product = grad * unit
         grad_gain = product.sum((1, 2, 3))
         along = product.mul_(gain).mean(-1, keepdim=True)
@@ -108,9 +109,15 @@ class _Heads(Function):
         return out.flatten(2), grad_gain[0] * width**-0.5, grad_gain[1], None, None
 
 
-def _turn(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotate the pairs (x_2j, x_2j+1) of [..., T, C] fp32 by the table's angles."""
-    return torch.view_as_real(torch.view_as_complex(x.view(*x.shape[:-1], -1, 2)) * rotary).flatten(-2)
+def _turn(x: Tensor, rotary: Tensor, *, back: bool = False) -> Tensor:
+    """Turn the pairs (x_2j, x_2j+1) of [..., T, C] fp32 by the table's angles, or back by them."""
+    pairs = x.view(*x.shape[:-1], -1, 2)
+    if torch.compiler.is_compiling():  # the compiler fuses real arithmetic and stumbles over complex numbers
+        (real, imaginary), (cos, sin) = pairs.unbind(-1), rotary.unbind(-1)
+        sin = -sin if back else sin
+        return torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1).view(x.shape)
+    turn = torch.view_as_complex(rotary)
+    return torch.view_as_real(torch.view_as_complex(pairs) * (turn.conj() if back else turn)).view(x.shape)
 
 
 class _Explicit(Function):

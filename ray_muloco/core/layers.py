@@ -127,6 +127,8 @@ class _SwiGLU(Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         gate_and_value, activated = ctx.saved_tensors
         gate, value = gate_and_value.chunk(2, dim=-1)
+        if torch.compiler.is_compiling():  # it fuses this itself, and has no out= for parts of a tensor
+            return torch.cat((torch.ops.aten.silu_backward(grad * value, gate), grad * activated), dim=-1)
         out = torch.empty_like(gate_and_value)
         grad_gate, grad_value = out.chunk(2, dim=-1)
         torch.mul(grad, activated, out=grad_value)

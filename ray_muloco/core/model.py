@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -109,10 +109,22 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [B, T, V] in fp32 of tokens [B, T] int64."""
-        kind = tokens.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-        with torch.autocast(kind, enabled=False):
-            positions = self._positions(tokens, dtype)
+        return self._logits(tokens, self._positions(tokens))
+
+    def sequence_nll(self, sequences: Tensor) -> Tensor:
+        """Summed nats [B] fp32 of the T predictions in each of sequences [B, T + 1]."""
+        inputs, targets = sequences[:, :-1], sequences[:, 1:]
+        logits = self._logits(inputs, self._positions(inputs))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape).sum(1)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile in place, with torch.compile's arguments; what depends on the tokens' values, the mask, stays outside the graph."""
+        self._logits = cast(Any, torch).compile(self._logits, *args, **kwargs)
+
+    def _logits(self, tokens: Tensor, positions: Positions) -> Tensor:
+        dtype = _compute_dtype(tokens.device)
+        # types are chosen by hand from here on; autocast would only look at every operation again
+        with torch.autocast(tokens.device.type, enabled=False):
             x = self.embedding(tokens)  # [B, T, D]
             for block in self.blocks:
                 if self.activation_checkpointing and torch.is_grad_enabled():
@@ -121,15 +133,8 @@ class Decoder(nn.Module):
                     x = block(x, positions, dtype)
             return project(self.final_norm(x, dtype), self.head.weight).float()
 
-    def sequence_nll(self, sequences: Tensor) -> Tensor:
-        """Summed nats [B] fp32 of the T predictions in each of sequences [B, T + 1]."""
-        inputs, targets = sequences[:, :-1], sequences[:, 1:]
-        logits = self(inputs)
-        nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        return nll.view(targets.shape).sum(1)
-
-    def _positions(self, tokens: Tensor, dtype: torch.dtype) -> Positions:
-        length, config = tokens.shape[1], self.config
+    def _positions(self, tokens: Tensor) -> Positions:
+        length, config, dtype = tokens.shape[1], self.config, _compute_dtype(tokens.device)
         if self._rotary.shape[0] < length or self._rotary.device != tokens.device:
             # a table made under inference_mode could not be saved for a later backward pass
             with torch.inference_mode(False):
@@ -138,6 +143,10 @@ class Decoder(nn.Module):
         explicit = dtype is torch.bfloat16 and tokens.device.type == "cpu" and length <= EXPLICIT_MAX_LENGTH
         bias = score_bias(mask, length, config.num_heads, dtype) if explicit else None
         return Positions(self._rotary[:length], mask, bias)
+
+
+def _compute_dtype(device: torch.device) -> torch.dtype:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
 
 
 def build_model(config: ModelConfig, *, seed: int, separator_id: int | None, activation_checkpointing: bool = False, device: str = "cpu") -> Decoder:
