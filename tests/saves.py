@@ -5,6 +5,7 @@ Run as a program (`saves.py STAGING_DIR MODE LOCATION …`, mode `moments` or `s
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -134,6 +135,9 @@ def _die_at_step(step: int) -> None:
 
     for name in ("mkdir", "fsync", "replace", "rename", "unlink", "remove", "rmdir"):
         setattr(os, name, counted(getattr(os, name)))
+
+    scandir = os.scandir  # deletions take a manifest last, unless they are told otherwise: the order of a directory is nobody's promise
+    os.scandir = lambda path: contextlib.nullcontext(sorted(scandir(path), key=lambda entry: entry.name == "manifest.json"))  # type: ignore[assignment]
 
     class TornFile(io.FileIO):
         """A file in which a kill can come in the middle of a write."""

@@ -74,8 +74,7 @@ class ReplicaActor:
     def contribute(self, scale: float) -> None:
         """Join the exchange with scale · Δ; a scale of 0 takes part and adds nothing, whatever Δ is."""
         assert self.link is not None
-        end = self.replica.flat if scale else self.replica.theta
-        self.link.contribute(self.replica.theta, end, scale or 1.0)
+        self.link.contribute(self.replica.theta, self.replica.flat, scale)
 
     def hand_over(self) -> None:
         """Send this replica's parameters to the coordinator (data-parallel methods)."""

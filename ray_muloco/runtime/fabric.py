@@ -7,15 +7,13 @@ Legend: flat fp32 buffers of P elements, on the replica's device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from ray_muloco.core.outer import pseudogradient_
 from ray_muloco.core.params import digest
 from ray_muloco.runtime.collectives import Group
-from ray_muloco.runtime.exchange import COORDINATOR_RANK, agree_on
+from ray_muloco.runtime.exchange import COORDINATOR_RANK, agree_on, buckets
 
 LOWEST = 0
 
@@ -46,7 +44,9 @@ def contribute_over_fabric(peers: Group, main: Group | None, *, start: Tensor, e
     staging = torch.empty(min(bucket_elements, start.numel()), dtype=start.dtype, device=start.device)
     for part in buckets(start, bucket_elements):
         delta = pseudogradient_(start[part], end[part], staging[: end[part].numel()])
-        if scale != 1.0:
+        if scale == 0.0:
+            delta.zero_()  # not a product: whatever start and end hold, nothing is added
+        elif scale != 1.0:
             delta.mul_(scale)
         if peers.world_size > 1:
             peers.reduce_(delta, LOWEST)
@@ -70,8 +70,3 @@ def receive_over_fabric_(peers: Group, main: Group | None, theta: Tensor, bucket
         total += digest(bucket)
     return (total + 2**63) % 2**64 - 2**63
 
-
-def buckets(flat: Tensor, bucket_elements: int) -> Iterator[slice]:
-    """Slices that cover a flat buffer."""
-    for begin in range(0, flat.numel(), bucket_elements):
-        yield slice(begin, begin + bucket_elements)

@@ -257,7 +257,7 @@ class RayGroup:
             main, wirings = self._wirer.wire(self.generation, wired)
             refs = {k: self.actors[k].join.remote(wirings[k]) for k in wired}
             try:
-                self._link = join(main)
+                self._link = join(main, watch=lambda refs=refs: first_death(refs))
             except CollectiveError:
                 self._link = None
             _, gone = self._collect(refs, self.config.scaling.collective_timeout_seconds + self._floor())
@@ -322,3 +322,17 @@ class RayGroup:
         if not self._inner_seconds:
             return scaling.first_round_seconds
         return max(scaling.hang_floor_seconds, scaling.hang_factor * statistics.median(self._inner_seconds))
+
+
+def first_death(refs: Mapping[int, Any]) -> str:
+    """Names a replica whose actor died under one of these calls; empty while none did. Does not wait."""
+    ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)
+    for k, ref in refs.items():
+        if ref in ready:
+            try:
+                ray.get(ref, timeout=1.0)
+            except RayActorError:
+                return f"replica {k} died"
+            except (RayTaskError, GetTimeoutError):  # whoever collects the answers deals with these
+                continue
+    return ""
