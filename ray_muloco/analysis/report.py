@@ -22,6 +22,7 @@ from ray_muloco.analysis.page import STYLE
 from ray_muloco.analysis.plots import Chart
 from ray_muloco.config import flatten
 from ray_muloco.errors import ConfigError
+from ray_muloco.training.metrics import UNITS, mean
 
 MAX_TABLE_ROWS = 24
 MAX_EVENT_ROWS = 60
@@ -98,6 +99,7 @@ def render(run: Run) -> str:
         ),
         _section("The outer step", _figures(_outer_charts(run))),
         _section("Configuration", _configuration(run)),
+        _section("What the figures are", f"<details><summary>Columns of metrics.jsonl</summary>{_table(list(UNITS.items()), ('column', 'meaning'))}</details>"),
         _section("Environment", _table([(name, value) for name, value in environment().items()], ("package", "version"))),
     ]
     title = escape(_title(run))
