@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from ray_muloco.training import storage
 from ray_muloco.training.metrics import Result
 
 # What a resumed run may change: who computes and what is kept, never what is computed. A longer budget is allowed too.
+_CHECKPOINT_NAME = re.compile(r"round-\d+(-\d+)?")
 CHANGEABLE = ("scaling.", "checkpoint.", "run.")
 
 
@@ -94,10 +96,15 @@ def has_checkpoint(run_path: str) -> bool:
 
 
 def newest_checkpoint(run_path: str) -> str:
-    """Path of a run's newest complete checkpoint; empty when there is none. Names sort by round."""
+    """Path of a run's newest complete checkpoint; empty when there is none."""
     checkpoints = storage.join(run_path, "checkpoints")
-    complete = [name for name in storage.list_names(checkpoints) if has_manifest(storage.join(checkpoints, name))]
-    return storage.join(checkpoints, max(complete)) if complete else ""
+    names = [name for name in storage.list_names(checkpoints) if _CHECKPOINT_NAME.fullmatch(name)]
+    complete = [name for name in names if has_manifest(storage.join(checkpoints, name))]
+    return storage.join(checkpoints, max(complete, key=_round_and_attempt)) if complete else ""
+
+
+def _round_and_attempt(checkpoint_name: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in checkpoint_name.split("-")[1:])
 
 
 def has_checkpoint_at(location: str) -> bool:
