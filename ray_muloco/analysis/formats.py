@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 
 DASH = "–"
@@ -46,6 +47,11 @@ def fixed(value: float | None, digits: int = 4) -> str:
     if value != 0 and not 1e-3 <= abs(value) < 1e5:
         return f"{value:.{max(digits - 2, 0)}e}"
     return f"{value:#.{digits}g}".rstrip(".")
+
+
+def trimmed(text: str) -> str:
+    """2.50M → 2.5M, 30.0k → 30k: for axes, where the zeros say nothing."""
+    return re.sub(r"\.(\d*?)0+(?![\de])", lambda found: f".{found[1]}" if found[1] else "", text)
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ray_muloco.analysis import formats
@@ -31,6 +31,8 @@ LABELS = {
     "inner_lr": "inner learning rate",
 }
 """Short names for legends; what each figure is, with its unit, says `training.metrics.UNITS`."""
+
+MAX_DOTS = 40
 
 
 class Chart(NamedTuple):
@@ -67,19 +69,26 @@ def loss_charts(records: Records) -> list[Chart]:
     tokens = [value or 0.0 for value in values(records, "tokens")]
     seconds = list(itertools.accumulate(round_seconds(record) for record in records))
     traffic = cumulative(records, "uplink_bytes", "downlink_bytes")
+    unit, size = _time_unit(seconds[-1] if seconds else 0.0)
     return [
         _loss_chart("Loss against tokens", "tokens trained on", tokens, formats.count, records),
-        _loss_chart("Loss against time", "time", seconds, formats.seconds, records),
+        _loss_chart("Loss against time", f"time in {unit}", [second / size for second in seconds], formats.count, records),
         _loss_chart("Loss against bytes exchanged", "bytes up and down, all replicas", traffic, formats.num_bytes, records),
     ]
 
 
-def _loss_chart(title: str, x_label: str, x: Sequence[float], x_format: Any, records: Records) -> Chart:
+def _loss_chart(title: str, x_label: str, x: Sequence[float], x_format: Callable[[float], str], records: Records) -> Chart:
     if not any(x):
         return Chart(title, "", "", "Nothing of it was recorded in this run.")
     series = [Series(LABELS["train_loss"], x, values(records, "train_loss")), Series(LABELS["val_loss"], x, values(records, "val_loss"), "dots")]
-    svg = line_chart(series, Axes(x_label, "loss in nats a token", x_format, lambda value: formats.fixed(value, 3)))
-    return Chart(title, legend([one.label for one in series]), svg, "No loss was recorded.")
+    axes = Axes(x_label, "loss in nats a token", x_format, lambda value: formats.fixed(value, 3), x_from_zero=True)
+    return Chart(title, legend([one.label for one in series]), line_chart(series, axes), "No loss was recorded.")
+
+
+def _time_unit(longest_seconds: float) -> tuple[str, float]:
+    """The unit in which a duration has a few digits before the point, and its seconds."""
+    units = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0))
+    return next(((name, size) for name, size in units if longest_seconds >= 3 * size), ("seconds", 1.0))
 
 
 def participation_chart(records: Records) -> Chart:
@@ -90,7 +99,10 @@ def participation_chart(records: Records) -> Chart:
         for number, before, record in zip(rounds[1:], records, records[1:], strict=False)
         if record.get("generation") != before.get("generation")
     ]
-    series = [Series(LABELS[key], rounds, values(records, key), "step") for key in ("alive", "participants")]
+    series = [
+        Series(LABELS["alive"], rounds, values(records, "alive"), "broad"),
+        Series(LABELS["participants"], rounds, values(records, "participants"), "step"),
+    ]
     svg = line_chart(series, Axes("round", "replicas", formats.count, formats.count, from_zero=True), marks)
     return Chart("Participation", legend([one.label for one in series]), svg, "No participation was recorded.")
 
@@ -138,23 +150,22 @@ def write_loss_plot(path: str, records: Records, title: str) -> None:
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     tokens, train, val = values(records, "tokens"), values(records, "train_loss"), values(records, "val_loss")
-    for key, column, colour, style in (
-        ("train_loss", train, "#7a8ba8", {"linewidth": 1.4}),
-        ("val_loss", val, "#c2410c", {"linewidth": 2.0, "marker": "o", "markersize": 4}),
-    ):
+    for key, column, colour, width in (("train_loss", train, "#7a8ba8", 1.4), ("val_loss", val, "#c2410c", 2.0)):
         points = [(x, y) for x, y in zip(tokens, column, strict=True) if x is not None and y is not None]
         if points:
-            alone = {"marker": "o"} if len(points) == 1 else {}
-            axes.plot(*zip(*points, strict=True), color=colour, label=f"{LABELS[key]}, last {formats.fixed(points[-1][1])}", **{**style, **alone})
+            dotted = len(points) == 1 or (key == "val_loss" and len(points) <= MAX_DOTS)
+            label = f"{LABELS[key]}, last {formats.fixed(points[-1][1])}"
+            axes.plot(*zip(*points, strict=True), color=colour, linewidth=width, label=label, marker="o" if dotted else "", markersize=4)
     axes.set_xlabel("tokens trained on")
     axes.set_ylabel("loss in nats a token")
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", wrap=True)
     axes.xaxis.set_major_locator(MaxNLocator(7))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.count(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.trimmed(formats.count(value))))
     axes.grid(color="#e2e8f0", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.lines:
+        axes.set_xlim(left=0)
         axes.legend(frameon=False, loc="upper right")
     else:
         axes.text(0.5, 0.5, "no loss has been recorded yet", ha="center", va="center", transform=axes.transAxes)

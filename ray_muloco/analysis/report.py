@@ -82,21 +82,13 @@ def write_report(run_dir: str) -> str:
 
 def render(run: Run) -> str:
     """The page as text."""
-    loss, *other_losses = plots.loss_charts(run.records)
+    rate = plots.round_chart("Inner learning rate", run.records, ["inner_lr"], "No learning rate was recorded.", from_zero=True)
+    speed = plots.round_chart("Tokens a second", run.records, ["tokens_per_second"], "No rate was recorded.", from_zero=True)
     sections = [
         _headline(run),
-        _section("Loss", _figures([loss, *other_losses]) + _evaluations(run)),
-        _section("Participation", _figures([plots.participation_chart(run.records)]) + _events(run)),
-        _section(
-            "Where the time went",
-            _figures(
-                [
-                    plots.phase_chart(run.records),
-                    plots.round_chart("Tokens a second", run.records, ["tokens_per_second"], "No rate was recorded.", from_zero=True),
-                ]
-            )
-            + _phases(run),
-        ),
+        _section("Loss", _figures([*plots.loss_charts(run.records), rate]) + _evaluations(run)),
+        _section("Participation", f"<div class='charts'>{_figure(plots.participation_chart(run.records))}<div>{_events(run)}</div></div>"),
+        _section("Where the time went", _figures([plots.phase_chart(run.records), speed]) + _phases(run)),
         _section("The outer step", _figures(_outer_charts(run))),
         _section("Configuration", _configuration(run)),
         _section("What the figures are", f"<details><summary>Columns of metrics.jsonl</summary>{_table(list(UNITS.items()), ('column', 'meaning'))}</details>"),
@@ -222,7 +214,6 @@ def _outer_charts(run: Run) -> list[Chart]:
     return [
         plots.round_chart("Norms", run.records, ["pseudogradient_norm", "outer_update_norm"], no_norms, from_zero=True),
         plots.round_chart("Cosine between replicas", run.records, ["replica_cosine"], no_cosine),
-        plots.round_chart("Inner learning rate", run.records, ["inner_lr"], "No learning rate was recorded.", from_zero=True),
     ]
 
 
@@ -234,13 +225,17 @@ def _configuration(run: Run) -> str:
     with contextlib.suppress(ConfigError, KeyError, TypeError, ValueError):
         usual = flatten(presets.get(flat["preset"], flat["method"], flat["scaling.num_replicas"]).to_dict())
     changed = {name for name, value in flat.items() if name in usual and usual[name] != value}
-    rows = "".join(
-        f"<tr{' class=changed' if name in changed else ''}><td>{escape(name)}</td><td>{escape(_plain(value))}</td>"
-        f"<td>{escape(_plain(usual[name])) if name in changed else ''}</td></tr>"
-        for name, value in flat.items()
+    groups: dict[str, list[str]] = {}
+    for name, value in flat.items():
+        group, _, field = name.rpartition(".")
+        was = f" <small>preset: {escape(_plain(usual[name]))}</small>" if name in changed else ""
+        row = f"<tr{' class=changed' if was else ''}><td>{escape(field)}</td><td>{escape(_plain(value))}{was}</td></tr>"
+        groups.setdefault(group, []).append(row)
+    cards = "".join(
+        f"<div class='card'><h3>{escape(group or 'training')}</h3><table><tbody>{''.join(rows)}</tbody></table></div>" for group, rows in groups.items()
     )
     said = f"{len(changed)} of {len(flat)} settings differ from the preset {flat.get('preset')}." if usual else ""
-    return f"<p class='note'>{escape(said)}</p><div class='scroll'><table><thead><tr><th>setting</th><th>value</th><th>in the preset</th></tr></thead><tbody>{rows}</tbody></table></div>"
+    return f"<p class='note'>{escape(said)}</p><div class='cards'>{cards}</div>"
 
 
 def environment() -> dict[str, str]:

@@ -22,12 +22,12 @@ Format = Callable[[float], str]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: y over x, equally long. Rank in the list gives the colour."""
+    """One line: y over x, equally long. Rank in the list gives the colour; a broad step shows beneath a step of the same height."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float | None]
-    kind: Literal["line", "step", "dots"] = "line"
+    kind: Literal["line", "step", "broad", "dots"] = "line"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,14 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Labels and number formats of a chart; from_zero: the y axis begins at 0."""
+    """Labels and number formats of a chart; x_from_zero, from_zero: that axis begins at 0."""
 
     x_label: str
     y_label: str
     x_format: Format
     y_format: Format
     from_zero: bool = False
+    x_from_zero: bool = False
 
 
 class _Frame:
@@ -54,7 +55,7 @@ class _Frame:
 
     def __init__(self, xs: Iterable[float], ys: Iterable[float], axes: Axes) -> None:
         xs, ys = list(xs), list(ys)
-        self.x_low, self.x_high = _range(min(xs), max(xs))
+        self.x_low, self.x_high = _range(min(0.0, min(xs)) if axes.x_from_zero else min(xs), max(xs))
         low, high = min(ys), max(ys)
         self.y_ticks = ticks(min(0.0, low) if axes.from_zero else low, high, 5)
         self.y_low, self.y_high = self.y_ticks[0], self.y_ticks[-1]
@@ -72,12 +73,14 @@ class _Frame:
         for tick in self.y_ticks:
             y = self.y(tick)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{escape(self.axes.y_format(tick))}</text>')
+            parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{escape(formats.trimmed(self.axes.y_format(tick)))}</text>')
         for tick in self.x_ticks:
             x = self.x(tick)
             anchor = "end" if x > WIDTH - RIGHT - 14 else "middle"
             parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM + 4}"/>')
-            parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="{anchor}">{escape(self.axes.x_format(tick))}</text>')
+            parts.append(
+                f'<text class="tick" x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="{anchor}">{escape(formats.trimmed(self.axes.x_format(tick)))}</text>'
+            )
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>')
         parts.append(f'<text class="label" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(self.axes.x_label)}</text>')
         return "".join([*parts, *content, "</svg>"])
@@ -96,7 +99,7 @@ def line_chart(series: Sequence[Series], axes: Axes, marks: Sequence[Mark] = ())
         if frame.x_low <= mark.x <= frame.x_high
     ]
     for rank, (one, finite) in enumerate(zip(series, points, strict=True)):
-        content += _draw(one, thinned(finite, min if one.kind == "step" else _mean), frame, rank)
+        content += _draw(one, thinned(finite, min if one.kind in ("step", "broad") else _mean), frame, rank)
     return frame.draw(content)
 
 
@@ -110,7 +113,7 @@ def stacked_chart(x: Sequence[float], layers: Sequence[Series], axes: Axes) -> s
     centres = [_mean([x[index] for index in group]) for group in groups]
     step = (x[kept[-1]] - x[kept[0]]) / max(1, len(groups) - 1) or 1.0
     frame = _Frame([centres[0] - step / 2, centres[-1] + step / 2], [0.0, max(math.fsum(bar) for bar in heights)], axes)
-    width = max(0.8, (frame.x(step) - frame.x(0.0)) * (0.82 if len(groups) < 60 else 1.0))
+    width = (frame.x(step) - frame.x(0.0)) * (0.82 if len(groups) < 40 else 1.04)
     content = []
     for centre, bar in zip(centres, heights, strict=True):
         base = 0.0
@@ -157,8 +160,8 @@ def _draw(series: Series, points: Sequence[tuple[float, float]], frame: _Frame, 
     pixels = [(frame.x(x), frame.y(y)) for x, y in points]
     path = f"M{pixels[0][0]:.1f} {pixels[0][1]:.1f}"
     for x, y in pixels[1:]:
-        path += f"H{x:.1f}V{y:.1f}" if series.kind == "step" else f"L{x:.1f} {y:.1f}"
-    drawn = [f'<path class="s{rank}" d="{path}"/>'] if len(pixels) > 1 else []
+        path += f"H{x:.1f}V{y:.1f}" if series.kind in ("step", "broad") else f"L{x:.1f} {y:.1f}"
+    drawn = [f'<path class="s{rank}{" broad" if series.kind == "broad" else ""}" d="{path}"/>'] if len(pixels) > 1 else []
     if series.kind == "dots" or len(pixels) == 1:
         for (x, y), (data_x, data_y) in zip(pixels, points, strict=True):
             text = escape(f"{series.label} {frame.axes.y_format(data_y)} at {frame.axes.x_format(data_x)}")
