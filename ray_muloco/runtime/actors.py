@@ -130,13 +130,13 @@ class CoordinatorActor:
         self._fetched = threading.Event()
         self._begun = False
 
-    def start(self, config: TrainConfig, exit_unfetched: bool) -> bool:
-        """Begin the session once; False when it has begun before."""
+    def start(self, config: TrainConfig, exit_unfetched: bool) -> str:
+        """Begin the session, once: `begun`, or what it is since an earlier driver began it, `running` or `ended`."""
         if self._begun:
-            return False
+            return "running" if self._outcome is None else "ended"
         self._begun = True
         threading.Thread(target=self._run, args=(config, exit_unfetched), name="session", daemon=True).start()
-        return True
+        return "begun"
 
     def _run(self, config: TrainConfig, exit_unfetched: bool) -> None:
         try:
@@ -191,4 +191,4 @@ def replica_actor(num_cpus: float, num_gpus: float) -> Any:
 def coordinator_actor(name: str, detached: bool) -> Any:
     """The remote class of the coordinator, named so that the same command finds a run that is still going on."""
     remote = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={CONTROL: 4})(CoordinatorActor)
-    return remote.options(name=name, namespace=NAMESPACE, lifetime="detached" if detached else None)
+    return remote.options(name=name, namespace=NAMESPACE, lifetime="detached" if detached else None, get_if_exists=detached)

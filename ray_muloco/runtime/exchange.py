@@ -1,7 +1,8 @@
 """The exchange of one round, bucket by bucket: pseudogradients up to the coordinator, parameters back down.
 
 Coordinator: `collect_`, then (after the outer step) `publish`. Replicas: `contribute`, then `receive_`. All walk the same
-buckets of the flat layout in the same order, so staging memory does not grow with the model.
+buckets of the flat layout in the same order, so staging memory does not grow with the model: B bounds a transfer, and
+what is staged for the sum is bounded besides. Between CPUs the broadcast stages nothing, and likes a large B.
 
 Up to RANK_ORDER_MAX_REPLICAS replicas send to the coordinator, which adds in rank order: the same bits as a sum in one
 process, for K transfers into one node, all at once. More replicas sum around Gloo's ring, whose cost a node does not
@@ -26,8 +27,8 @@ from ray_muloco.runtime.collectives import Group
 
 COORDINATOR_RANK = 0
 RANK_ORDER_MAX_REPLICAS = 4
-STAGING_BYTES = 128 << 20
-"""Bound of what a process stages, whatever B and K are."""
+SUM_STAGING_BYTES = 32 << 20
+"""Bound of what a member stages for the sum, whatever B, K and P are: more would only fall out of the processor's cache."""
 
 
 def contribute(group: Group, *, start: Tensor, end: Tensor, scale: float, bucket_elements: int) -> None:
@@ -104,15 +105,15 @@ def _collect_in_rank_order_(group: Group, psi: Tensor, bucket_elements: int) -> 
         coming = post(0) if parts else []
         for number, part in enumerate(parts):
             arriving, coming = coming, post(number + 1) if number + 1 < len(parts) else []
-            bucket = psi[part].zero_()
-            for buffer, arrival in arriving:
+            for lane, (buffer, arrival) in enumerate(arriving):
                 arrival.result()
-                bucket.add_(buffer)
+                # the first as 0 + Δ, like a sum that begins at zero: a negative zero comes out the same
+                torch.add(buffer, psi[part] if lane else 0.0, out=psi[part])
 
 
 def _spread(group: Group, theta: Tensor, bucket_elements: int, root: int) -> int:
     """Broadcast theta from root; CPU buffers travel as they are, others through one pinned bucket."""
-    on_cpu, total = theta.device.type == "cpu", 0
+    on_cpu = theta.device.type == "cpu"
     agree_on(group, f"from {root}", theta, bucket_elements)
     for part in buckets(theta, bucket_elements):
         bucket = theta[part]
@@ -122,8 +123,7 @@ def _spread(group: Group, theta: Tensor, bucket_elements: int, root: int) -> int
         group.broadcast_(wire, root)
         if not on_cpu and group.rank != root:
             bucket.copy_(wire)
-        total += digest(wire)
-    return (total + 2**63) % 2**64 - 2**63  # a digest is modulo 2^64, signed
+    return digest(theta)
 
 
 def _delta(group: Group, start: Tensor, end: Tensor, scale: float, slot: Tensor) -> Tensor:
@@ -143,9 +143,9 @@ def _in_rank_order(group: Group) -> bool:
 
 
 def _fitting(bucket_elements: int, group: Group) -> int:
-    """At most the bucket whose 2 K staged copies at the coordinator stay below the bound; the same on every member."""
-    num_slots = 2 * min(group.world_size - 1, RANK_ORDER_MAX_REPLICAS)
-    return min(bucket_elements, STAGING_BYTES // (4 * num_slots))
+    """At most the bucket of which all that a member stages of it stays below the bound; the same on every member."""
+    num_slots = 2 * max(1, group.world_size - 1 if _in_rank_order(group) else 1)
+    return min(bucket_elements, SUM_STAGING_BYTES // (4 * num_slots))
 
 
 def _staging(group: Group, purpose: str, num_slots: int, num_elements: int, flat: Tensor, *, on_device: bool = False) -> list[Tensor]:

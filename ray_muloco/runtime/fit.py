@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -119,8 +120,7 @@ def _refuse_unplaceable(config: TrainConfig) -> None:
 
 def _follow(config: TrainConfig, joined: bool, listener: Any, stopping: Callable[[], bool]) -> dict[str, Any]:
     """Start the coordinator, or find it still running, and relay what it says until it ends."""
-    name = f"coordinator-{run_key(config)}"
-    coordinator, attached = _find_or_start(name, config, joined)
+    coordinator, attached = _find_or_start(config, joined)
     if attached:
         listener.message(f"run {config.run_name} is already going on; following it")
     seen, asked = 0, False
@@ -137,6 +137,9 @@ def _follow(config: TrainConfig, joined: bool, listener: Any, stopping: Callable
             if outcome is not None and not events:
                 return _unwrap(outcome)
     except RayActorError as error:
+        result = preflight.result_of_run(preflight.run_path_of(config))
+        if result is not None:  # it had ended, and another driver that followed it took it down
+            return result
         raise RunError("the coordinator died", str(error).splitlines()[0], newest_checkpoint(config)) from error
     except GetTimeoutError as error:
         raise RunError("the coordinator is silent", f"it did not answer for {ANSWER_SECONDS:.0f} s", newest_checkpoint(config)) from error
@@ -145,14 +148,20 @@ def _follow(config: TrainConfig, joined: bool, listener: Any, stopping: Callable
             ray.kill(coordinator)
 
 
-def _find_or_start(name: str, config: TrainConfig, joined: bool) -> tuple[Any, bool]:
-    if joined:
-        with contextlib.suppress(ValueError):
-            return ray.get_actor(name, namespace=NAMESPACE), True
-    coordinator = coordinator_actor(name, detached=joined).remote()
-    started = coordinator.start.remote(config, joined)
-    ray.get(started, timeout=config.scaling.placement_timeout_seconds)
-    return coordinator, False
+def _find_or_start(config: TrainConfig, joined: bool) -> tuple[Any, bool]:
+    """The run's coordinator, and whether an earlier driver had begun it. One that has ended is replaced."""
+    deadline = time.monotonic() + config.scaling.placement_timeout_seconds
+    actor = coordinator_actor(f"coordinator-{run_key(config)}", detached=joined)
+    while True:
+        with contextlib.suppress(RayActorError):  # it ended while we asked
+            coordinator = actor.remote()
+            state = ray.get(coordinator.start.remote(config, joined), timeout=config.scaling.placement_timeout_seconds)
+            if state != "ended":
+                return coordinator, state == "running"
+            ray.kill(coordinator)
+        if time.monotonic() > deadline:
+            raise RunError("no coordinator", f"none could be started within {config.scaling.placement_timeout_seconds:.0f} s")
+        time.sleep(0.2)
 
 
 def _unwrap(outcome: tuple[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def check(config: TrainConfig) -> Preflight:
     saved = read_json(storage.join(run_path, "config.json")) if has_checkpoint(run_path) else None
     if saved is not None:
         config = reconcile(config, TrainConfig.from_dict(saved))
-        result = read_json(storage.join(run_path, "result.json"))
+        result = result_of_run(run_path)
         if result is not None and result.get("status") == "finished" and result["tokens"] >= config.budget_tokens:
             return Preflight(config, run_path, result)
     elif config.init_from and not has_checkpoint_at(config.init_from):
@@ -115,6 +115,11 @@ def has_checkpoint_at(location: str) -> bool:
 def has_manifest(location: str) -> bool:
     """Whether a checkpoint directory is complete."""
     return storage.open_storage(location).size("manifest.json") is not None
+
+
+def result_of_run(run_path: str) -> dict[str, Any] | None:
+    """result.json of a run whose last session has ended; a session removes it when it begins."""
+    return read_json(storage.join(run_path, "result.json"))
 
 
 def read_json(location: str) -> dict[str, Any] | None:

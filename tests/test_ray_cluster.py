@@ -1,0 +1,94 @@
+"""A run on a cluster that others own: the driver may be lost, the run is not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_resume import config_for, source, train  # noqa: F401 - `source` is a fixture
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+ROOT = Path(__file__).parents[1]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A cluster's head in processes of its own, ended by their session."""
+    port = free_port()
+    command = [
+        str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", f"--port={port}", "--num-cpus=8", "--include-dashboard=false",
+        "--object-store-memory=100000000", "--dashboard-agent-listen-port=0", "--disable-usage-stats",
+    ]  # fmt: skip
+    log = (tmp_path_factory.mktemp("head") / "log").open("w")
+    head = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, "RAY_AUTH_MODE": "disabled"})
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            break
+        time.sleep(0.2)
+    time.sleep(2.0)  # the port opens a moment before the node is registered
+    yield f"127.0.0.1:{port}"
+    head.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        head.wait(20)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(head.pid, signal.SIGKILL)
+
+
+def job(source: Path, storage: Path, name: str, address: str, *more: str) -> subprocess.Popen[str]:  # noqa: F811
+    command = [
+        sys.executable, "jobs/train.py", "nano", "--data.source", str(source), "--run.storage-path", str(storage), "--run.name", name, "--batch-sequences", "8",
+        "--sync-interval", "3", "--scaling.num-replicas", "2", "--scaling.threads-per-replica", "1", "--run.tracker", "none", "--budget-tokens", "400000", *more,
+    ]  # fmt: skip
+    environment = {**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def rounds(storage: Path, name: str) -> list[int]:
+    path = storage / name / "metrics.jsonl"
+    return [json.loads(line)["round"] for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+def test_a_lost_driver_is_not_a_lost_run(source: Path, tmp_path: Path, address: str) -> None:  # noqa: F811
+    """The driver is killed with -9: the coordinator goes on, and the same command finds it and ends with its result."""
+    first = job(source, tmp_path, "orphan", address)
+    deadline = time.monotonic() + 90
+    while len(rounds(tmp_path, "orphan")) < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait(10)
+    at_kill = len(rounds(tmp_path, "orphan"))
+    assert at_kill >= 3, first.stdout.read() if first.stdout else ""
+    second = job(source, tmp_path, "orphan", address)
+    output, _ = second.communicate(timeout=240)
+    assert second.returncode == 0, output[-2000:]
+    assert "following it" in output or "is finished" in output
+    result = json.loads((tmp_path / "orphan" / "result.json").read_text())
+    assert result["status"] == "finished"
+    assert result["generations"] == 1, "the replicas were never replaced"
+    assert rounds(tmp_path, "orphan") == list(range(1, result["rounds"] + 1))
+
+
+def test_relative_storage_inside_a_ray_job_is_refused(source: Path, tmp_path: Path) -> None:  # noqa: F811
+    """A job's working directory is thrown away: the path that would lose the run is refused, with what to say instead."""
+    command = [sys.executable, "jobs/train.py", "nano", "--run.storage-path", "runs"]
+    environment = {**os.environ, "RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "run.storage-path" in done.stderr
+    assert "/shared/runs" in done.stderr
