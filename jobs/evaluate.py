@@ -55,13 +55,13 @@ def main() -> int:
 
 
 def evaluate(flags: Flags) -> dict[str, object]:
-    """Loss of the checkpoint's parameters over the first sequences of a split, in fp32."""
+    """Loss of the checkpoint's parameters over sequences spread over a split, in fp32."""
     from contextlib import nullcontext
 
     import torch
 
     from ray_muloco.data.dataset import open_dataset
-    from ray_muloco.training.evaluate import combine, num_validation_sequences, sequence_losses
+    from ray_muloco.training.evaluate import combine, sequence_losses, validation_sequences
     from ray_muloco.training.inference import load_trained
 
     trained = load_trained(flags.checkpoint)
@@ -71,9 +71,9 @@ def evaluate(flags: Flags) -> dict[str, object]:
     if dataset.tokenizer.spec != trained.tokenizer.spec:
         raise ConfigError("data.source", data.source, "was prepared with another tokenizer than the checkpoint was trained with", "prepare it with the checkpoint's tokenizer")
     shards = dataset.validation if flags.split == "validation" else dataset.train
-    num_sequences = num_validation_sequences(flags.validation_tokens or trained.config.validation_tokens, shards.num_sequences(length), length)
+    sequences = validation_sequences(flags.validation_tokens or trained.config.validation_tokens, shards.num_sequences(length), length)
     losses = sequence_losses(
-        trained.model, shards, trained.tokenizer.token_num_bytes, range(num_sequences), length=length, device=torch.device("cpu"), autocast=nullcontext
+        trained.model, shards, trained.tokenizer.token_num_bytes, sequences, length=length, device=torch.device("cpu"), autocast=nullcontext
     )
     result = combine(losses, length)
     return {

@@ -131,7 +131,7 @@ def round_chart(title: str, records: Records, keys: Sequence[str], note: str, *,
     svg = line_chart(
         series, Axes("round", title, formats.count, lambda value: formats.fixed(value, 3) if abs(value) < 1e4 else formats.count(value), from_zero=from_zero)
     )
-    return Chart(title, legend([one.label for one in series]) if len(series) > 1 else "", svg, note)
+    return Chart(title, legend([one.label for one in series]) if len(keys) > 1 else "", svg, note)
 
 
 def _rounds(records: Records) -> list[float]:

@@ -224,7 +224,7 @@ def _configuration(run: Run) -> str:
     usual: dict[str, Any] = {}
     with contextlib.suppress(ConfigError, KeyError, TypeError, ValueError):
         usual = flatten(presets.get(flat["preset"], flat["method"], flat["scaling.num_replicas"]).to_dict())
-    changed = {name for name, value in flat.items() if name in usual and usual[name] != value}
+    changed = {name for name, value in flat.items() if name in usual and usual[name] != value and not name.startswith("run.")}
     groups: dict[str, list[str]] = {}
     for name, value in flat.items():
         group, _, field = name.rpartition(".")

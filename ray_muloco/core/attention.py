@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ray_muloco.core.layers import apply, inverse_rms
+from ray_muloco.core.layers import apply, inverse_rms, inverse_rms_backward_
 
 # Up to this length the T x T weights that the explicit form keeps for its backward pass take less memory than all else.
 EXPLICIT_MAX_LENGTH = 1024
@@ -82,31 +82,24 @@ class _Heads(Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, q_gain: Tensor, k_gain: Tensor, epsilon: float, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         width = q_gain.shape[0]
-        heads = qkv.view(*qkv.shape[:2], 3, -1, width).permute(2, 0, 3, 1, 4)  # [3, B, H, T, C]
-        x = heads[:2].to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        heads = qkv.view(*qkv.shape[:2], 3, -1, width).permute(2, 0, 3, 1, 4).contiguous()  # [3, B, H, T, C]
+        x = heads[:2].float()
         inverse = inverse_rms(x, epsilon)
-        unit = x.mul_(inverse)
         gain = torch.stack((q_gain * width**-0.5, k_gain)).view(2, 1, 1, 1, width)
-        q, k = _turn(unit * gain, rotary).to(qkv.dtype)
-        ctx.save_for_backward(unit, inverse, gain, rotary)
-        return q, k, heads[2].contiguous()
+        q, k = _turn(x * inverse * gain, rotary).to(qkv.dtype)
+        ctx.save_for_backward(heads[:2], inverse, gain, rotary)
+        return q, k, heads[2]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
-        unit, inverse, gain, rotary = ctx.saved_tensors
-        _, batch, num_heads, length, width = unit.shape
-        grad = torch.empty_like(unit)
-        grad[0], grad[1] = grad_q, grad_k
-        grad = _turn(grad, rotary, back=True)
-        product = grad * unit
-        grad_gain = product.sum((1, 2, 3))
-        along = product.mul_(gain).mean(-1, keepdim=True)
-        grad = grad.mul_(gain).addcmul_(unit, along, value=-1).mul_(inverse)
-        out = torch.empty((batch, length, 3, num_heads, width), dtype=grad_v.dtype, device=grad_v.device)
-        heads = out.permute(2, 0, 3, 1, 4)
-        heads[:2], heads[2] = grad, grad_v
-        return out.flatten(2), grad_gain[0] * width**-0.5, grad_gain[1], None, None
+        x, inverse, gain, rotary = ctx.saved_tensors
+        heads = torch.stack((grad_q, grad_k, grad_v))  # [3, B, H, T, C]
+        grad = _turn(heads[:2].float(), rotary, back=True)
+        unit = x.float() * inverse
+        grad_gain = (grad * unit).sum((1, 2, 3))
+        heads[:2] = inverse_rms_backward_(grad.mul_(gain), unit, inverse)
+        return heads.permute(1, 3, 0, 2, 4).flatten(2), grad_gain[0] * gain.shape[-1] ** -0.5, grad_gain[1], None, None
 
 
 def _turn(x: Tensor, rotary: Tensor, *, back: bool = False) -> Tensor:
@@ -117,7 +110,8 @@ def _turn(x: Tensor, rotary: Tensor, *, back: bool = False) -> Tensor:
         sin = -sin if back else sin
         return torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1).view(x.shape)
     turn = torch.view_as_complex(rotary)
-    return torch.view_as_real(torch.view_as_complex(pairs) * (turn.conj() if back else turn)).view(x.shape)
+    torch.view_as_complex(pairs).mul_(turn.conj() if back else turn)
+    return x
 
 
 class _Explicit(Function):

@@ -1,16 +1,18 @@
 """The decoder's arithmetic: projections, norms and SwiGLU, with backward passes written by hand.
 
-Autograd would compute the same gradients from the same formulas, one kernel a formula sign; at the sizes that train on
-CPUs those passes over memory cost more than the matrix products. Here a pass is made once and in place where it can be.
-Norms and sums are fp32 whatever the compute type; matrix products and SwiGLU run in the type of their input.
+Autograd would compute the same gradients from the same formulas, one kernel an operator; at the sizes that train on CPUs
+those passes over memory, and what they keep for the backward pass, cost more than the matrix products. Here each pass is
+made once, in place where it can be, and what is cheap to compute again is not kept.
+Norms and sums are fp32 whatever the compute type; matrix products and SwiGLU run in the compute type.
 
-Legend: N rows (tokens), D width, M output features, F SwiGLU width.
+Legend: D width, M output features of one weight, F SwiGLU width, ... any leading dimensions (batch and time).
 """
 
 # torch types backward as (ctx, *grad_outputs); each of these has one gradient coming in, and its name says which
 # pyright: reportIncompatibleMethodOverride=false
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -20,27 +22,28 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 
-def project(x: Tensor, *weights: Tensor) -> Tensor:
-    """x [..., D] times each weight [M_i, D] transposed, side by side: [..., sum M_i], in the type of x.
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., D] times weight [M, D] transposed: [..., M], in the type of x."""
+    return cast(Tensor, apply(_Project, x, weight))
 
-    The weights are cast and stacked first: one matrix product forward and two backward, however many weights there are.
+
+def norm_project(x: Tensor, gain: Tensor, epsilon: float, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """x / rms(x) * gain, then times each weight [M_i, D] transposed, side by side: [..., sum M_i] in `dtype`; x [..., D] fp32.
+
+    rms(x) = sqrt(mean(x^2) + epsilon). The gain is multiplied into the weights, of which there are fewer than tokens,
+    and the weights are stacked: one matrix product forward and two backward, however many they are.
     """
-    return cast(Tensor, apply(_Project, x, *weights))
-
-
-def rms_norm(x: Tensor, gain: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * gain over the last dimension; fp32 inside, the result in `dtype`."""
-    return cast(Tensor, apply(_RMSNorm, x, gain, epsilon, dtype))
+    return cast(Tensor, apply(_NormProject, x, gain, epsilon, dtype, *weights))
 
 
 def add_rms_norm(residual: Tensor, x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-    """residual + rms_norm(x), in fp32."""
+    """residual + x / rms(x) * gain over the last dimension; residual and result fp32."""
     return cast(Tensor, apply(_AddRMSNorm, residual, x, gain, epsilon))
 
 
-def swiglu(gate_and_value: Tensor) -> Tensor:
-    """silu(a) * b of [..., 2 F], a its first half and b its second."""
-    return cast(Tensor, apply(_SwiGLU, gate_and_value))
+def swiglu_project(gate_and_value: Tensor, weight: Tensor) -> Tensor:
+    """silu(a) * b times weight [M, F] transposed: [..., M]; a is the first half of [..., 2 F] and b the second."""
+    return cast(Tensor, apply(_SwiGLUProject, gate_and_value, weight))
 
 
 def apply(function: Any, *arguments: Any) -> Any:
@@ -54,39 +57,54 @@ def inverse_rms(x: Tensor, epsilon: float) -> Tensor:
     return norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
 
 
+def inverse_rms_backward_(grad: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
+    """In place: the gradient of unit = x * inverse_rms(x) becomes that of x, (g - unit * mean(g * unit)) / rms; all fp32."""
+    along = (grad * unit).mean(-1, keepdim=True)
+    return grad.addcmul_(unit, along, value=-1).mul_(inverse)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.flatten(0, -2)
+
+
 class _Project(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        weight = weights[0].to(x.dtype) if len(weights) == 1 else torch.cat([w.to(x.dtype) for w in weights])
-        ctx.save_for_backward(x, weight)
-        ctx.rows, ctx.weight_dtype = [w.shape[0] for w in weights], weights[0].dtype
-        return F.linear(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        cast_weight = weight.to(x.dtype)
+        ctx.save_for_backward(x, cast_weight)
+        return F.linear(x, cast_weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad = grad.flatten(0, -2)  # [N, M]
-        grad_x = (grad @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        if not any(ctx.needs_input_grad[1:]):
-            return grad_x, *[None] * len(ctx.rows)
-        return grad_x, *(grad.t() @ x.flatten(0, -2)).to(ctx.weight_dtype).split(ctx.rows)
+        grad_weight = (_rows(grad).t() @ _rows(x)).float() if ctx.needs_input_grad[1] else None
+        return grad @ weight, grad_weight
 
 
-class _RMSNorm(Function):
+class _NormProject(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
-        inverse = inverse_rms(x.float(), epsilon)
-        unit = x.float() * inverse
-        ctx.save_for_backward(unit, inverse, gain)
-        ctx.x_dtype = x.dtype
-        return (unit * gain).to(dtype)
+    def forward(ctx: Any, x: Tensor, gain: Tensor, epsilon: float, dtype: torch.dtype, *weights: Tensor) -> Tensor:
+        inverse = inverse_rms(x, epsilon)
+        unit = (x * inverse).to(dtype)
+        weight = (_stack(weights) * gain).to(dtype)
+        ctx.save_for_backward(unit, inverse, weight, gain, *weights)
+        return F.linear(unit, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_gain = _rms_norm_backward(grad.float(), *ctx.saved_tensors)
-        return grad_x.to(ctx.x_dtype), grad_gain, None, None
+        unit, inverse, weight, gain, *weights = ctx.saved_tensors
+        grad_x = inverse_rms_backward_((grad @ weight).float(), unit.float(), inverse)
+        if not any(ctx.needs_input_grad[1:]):
+            return grad_x, None, None, None, *[None] * len(weights)
+        grad_weight = (_rows(grad).t() @ _rows(unit)).float()  # of the weights with the gain in them
+        grad_gain = (grad_weight * _stack(weights)).sum(0)
+        return grad_x, grad_gain, None, None, *grad_weight.mul_(gain).split([w.shape[0] for w in weights])
+
+
+def _stack(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
 
 class _AddRMSNorm(Function):
@@ -94,43 +112,37 @@ class _AddRMSNorm(Function):
     def forward(ctx: Any, residual: Tensor, x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
         x32 = x.float()
         inverse = inverse_rms(x32, epsilon)
-        unit = x32 * inverse
-        ctx.save_for_backward(unit, inverse, gain)
-        ctx.x_dtype = x.dtype
-        return torch.addcmul(residual, unit, gain)
+        ctx.save_for_backward(x, inverse, gain)
+        return torch.addcmul(residual, x32 * inverse, gain)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_gain = _rms_norm_backward(grad, *ctx.saved_tensors)
-        return grad, grad_x.to(ctx.x_dtype), grad_gain, None
+        x, inverse, gain = ctx.saved_tensors
+        unit = x.float() * inverse
+        grad_gain = _rows(grad * unit).sum(0)
+        return grad, inverse_rms_backward_(grad * gain, unit, inverse).to(x.dtype), grad_gain, None
 
 
-def _rms_norm_backward(grad: Tensor, unit: Tensor, inverse: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and gain: (g * grad - unit * mean(g * grad * unit)) / rms and sum over rows of grad * unit."""
-    product = grad * unit
-    along = (product @ gain).unsqueeze(-1).div_(gain.shape[0])
-    grad_x = (grad * gain).addcmul_(unit, along, value=-1).mul_(inverse)
-    return grad_x, product.flatten(0, -2).sum(0)
-
-
-class _SwiGLU(Function):
+class _SwiGLUProject(Function):
     @staticmethod
-    def forward(ctx: Any, gate_and_value: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_and_value: Tensor, weight: Tensor) -> Tensor:
         gate, value = gate_and_value.chunk(2, dim=-1)
-        activated = F.silu(gate)
-        ctx.save_for_backward(gate_and_value, activated)
-        return activated * value
+        activated, cast_weight = F.silu(gate), weight.to(gate.dtype)
+        ctx.save_for_backward(gate_and_value, activated, cast_weight)
+        return F.linear(activated * value, cast_weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        gate_and_value, activated = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate_and_value, activated, weight = ctx.saved_tensors
         gate, value = gate_and_value.chunk(2, dim=-1)
+        grad_weight = (_rows(grad).t() @ _rows(activated * value)).float() if ctx.needs_input_grad[1] else None
+        grad = grad @ weight
         if torch.compiler.is_compiling():  # it fuses this itself, and has no out= for parts of a tensor
-            return torch.cat((torch.ops.aten.silu_backward(grad * value, gate), grad * activated), dim=-1)
+            return torch.cat((torch.ops.aten.silu_backward(grad * value, gate), grad * activated), dim=-1), grad_weight
         out = torch.empty_like(gate_and_value)
         grad_gate, grad_value = out.chunk(2, dim=-1)
         torch.mul(grad, activated, out=grad_value)
-        torch.ops.aten.silu_backward.grad_input(grad * value, gate, grad_input=grad_gate)
-        return out
+        torch.ops.aten.silu_backward.grad_input(grad.mul_(value), gate, grad_input=grad_gate)
+        return out, grad_weight

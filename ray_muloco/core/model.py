@@ -20,23 +20,20 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 
 from ray_muloco.config import ModelConfig
 from ray_muloco.core.attention import EXPLICIT_MAX_LENGTH, Positions, attend, document_mask, rotary_table, score_bias
-from ray_muloco.core.layers import add_rms_norm, project, rms_norm, swiglu
+from ray_muloco.core.layers import add_rms_norm, norm_project, project, swiglu_project
 
 
 class RMSNorm(nn.Module):
-    """A norm's gain [D], fp32, and its epsilon; `layers.rms_norm` and `layers.add_rms_norm` do the work."""
+    """Parameters of a norm, x / sqrt(mean(x^2) + epsilon) * gain: its gain [D], fp32, and epsilon. `layers` computes it."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.epsilon = epsilon
 
-    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return rms_norm(x, self.weight, self.epsilon, dtype)
-
 
 class Attention(nn.Module):
-    """Causal multi-head attention over [B, T, D] with QK norm and rotary positions."""
+    """Full multi-head attention, causal, with QK norm before the rotary positions."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -48,10 +45,10 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_epsilon)
         self.k_norm = RMSNorm(config.head_dim, config.norm_epsilon)
 
-    def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        qkv = project(x, self.wq.weight, self.wk.weight, self.wv.weight)  # [B, T, 3 H C]
-        mixed = attend(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.epsilon, positions)
-        return project(mixed, self.wo.weight)
+    def forward(self, x: Tensor, norm: RMSNorm, positions: Positions, dtype: torch.dtype) -> Tensor:
+        """The residual stream x [B, T, D] fp32, normalised by `norm`, to attention's output [B, T, D] in `dtype`."""
+        qkv = norm_project(x, norm.weight, norm.epsilon, (self.wq.weight, self.wk.weight, self.wv.weight), dtype)  # [B, T, 3 H C]
+        return project(attend(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.epsilon, positions), self.wo.weight)
 
 
 class FeedForward(nn.Module):
@@ -63,12 +60,14 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(config.d_model, config.ffn_dim, bias=False)
         self.w3 = nn.Linear(config.ffn_dim, config.d_model, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return project(swiglu(project(x, self.w1.weight, self.w2.weight)), self.w3.weight)
+    def forward(self, x: Tensor, norm: RMSNorm, dtype: torch.dtype) -> Tensor:
+        """The residual stream x [B, T, D] fp32, normalised by `norm`, to SwiGLU's output [B, T, D] in `dtype`."""
+        gate_and_value = norm_project(x, norm.weight, norm.epsilon, (self.w1.weight, self.w2.weight), dtype)  # [B, T, 2 F]
+        return swiglu_project(gate_and_value, self.w3.weight)
 
 
 class Block(nn.Module):
-    """One decoder block: residual stream [B, T, D] fp32 in and out, products in `dtype`."""
+    """One decoder block: residual stream [B, T, D] fp32 in and out, matrix products in `dtype`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -81,8 +80,8 @@ class Block(nn.Module):
         self.ffn_post_norm = RMSNorm(width, epsilon)
 
     def forward(self, x: Tensor, positions: Positions, dtype: torch.dtype) -> Tensor:
-        x = _add_norm(x, self.attention(self.attention_pre_norm(x, dtype), positions), self.attention_post_norm)
-        return _add_norm(x, self.ffn(self.ffn_pre_norm(x, dtype)), self.ffn_post_norm)
+        x = _add_norm(x, self.attention(x, self.attention_pre_norm, positions, dtype), self.attention_post_norm)
+        return _add_norm(x, self.ffn(x, self.ffn_pre_norm, dtype), self.ffn_post_norm)
 
 
 def _add_norm(residual: Tensor, x: Tensor, norm: RMSNorm) -> Tensor:
@@ -131,7 +130,7 @@ class Decoder(nn.Module):
                     x = cast(Tensor, checkpoint(block, x, positions, dtype, use_reentrant=False, preserve_rng_state=False))
                 else:
                     x = block(x, positions, dtype)
-            return project(self.final_norm(x, dtype), self.head.weight).float()
+            return norm_project(x, self.final_norm.weight, self.final_norm.epsilon, (self.head.weight,), dtype).float()
 
     def _positions(self, tokens: Tensor) -> Positions:
         length, config, dtype = tokens.shape[1], self.config, _compute_dtype(tokens.device)

@@ -10,7 +10,10 @@ Legend: n sequences asked for, T tokens a sequence.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,10 +29,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SHARD_TOKENS = 1 << 24
-# Reading from a map makes its pages resident, 64 KiB at a touch; past this much the maps are dropped and made anew,
-# so that resident memory does not grow with the corpus. The page cache keeps the data either way.
 MAPPED_BYTES = 256 << 20
-_TOUCH_BYTES = 64 << 10
+OPEN_FILES = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,12 +63,14 @@ def write_shard(tokens: NDArray[Any], sink: pa.NativeFile) -> None:
 
 
 class _Shard:
-    """One mapped file. The map can be dropped and made anew: the place of the tokens in the file is remembered."""
+    """One shard file: mapped on first use, or read piece by piece."""
 
     def __init__(self, path: Path, record: ShardRecord, dtype: np.dtype[Any]) -> None:
         self.path, self.num_tokens, self.dtype = path, record.num_tokens, dtype
         self._offset = _locate_tokens(path, record, dtype)
         self._tokens: NDArray[Any] | None = None
+        self._close: weakref.finalize[Any, Any] | None = None
+        self._descriptor = -1
 
     @property
     def tokens(self) -> NDArray[Any]:
@@ -81,25 +84,38 @@ class _Shard:
             self._tokens = np.frombuffer(buffer, dtype=self.dtype)
         return self._tokens
 
-    def drop(self) -> None:
-        self._tokens = None
+    def read(self, start: int, stop: int) -> bytes:
+        """The bytes of tokens [start, stop) by a system call: nothing becomes resident. The file stays open until `close`."""
+        if self._close is None:
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+            self._close = weakref.finalize(self, os.close, self._descriptor)
+        size = self.dtype.itemsize
+        return os.pread(self._descriptor, (stop - start) * size, self._offset + start * size)
+
+    def close(self) -> None:
+        """Close the file; the next `read` opens it again."""
+        if self._close is not None:
+            self._close()
+            self._close = None
 
 
 class TokenShards:
     """One logical stream of tokens over many shard files.
 
-    `batch` may drop and remake maps, so one object serves one thread; opening the same files twice costs nothing.
+    A stream of up to MAPPED_BYTES is gathered from memory maps; a longer one is read by system calls, because the pages that
+    random reads touch would stay resident until all of it was. One object serves one thread; opening twice costs nothing.
     Raises ConfigError, naming the file, when one is missing, truncated or not what its record says.
     """
 
     def __init__(self, directory: str | Path, records: Sequence[ShardRecord], vocab_size: int) -> None:
         self.records = tuple(record for record in records if record.num_tokens)
-        dtype = token_dtype(vocab_size)
-        self._shards = [_Shard(Path(directory) / record.file, record, dtype) for record in self.records]
-        self._starts = np.concatenate([[0], np.cumsum([record.num_tokens for record in self.records], dtype=np.int64)]).astype(np.int64)
-        self._bounded = int(self._starts[-1]) * dtype.itemsize <= MAPPED_BYTES
-        self._touched_bytes = 0
-        self._windows: dict[tuple[int, int], NDArray[Any]] = {}
+        self._dtype = token_dtype(vocab_size)
+        self._shards = [_Shard(Path(directory) / record.file, record, self._dtype) for record in self.records]
+        self._starts = np.cumsum([0, *(record.num_tokens for record in self.records)], dtype=np.int64)
+        self._bounds: list[int] = self._starts.tolist()
+        self._mapped = int(self._starts[-1]) * self._dtype.itemsize <= MAPPED_BYTES
+        self._windows: dict[int, tuple[NDArray[Any], NDArray[np.int64]]] = {}
+        self._open: dict[int, None] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -118,19 +134,8 @@ class TokenShards:
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
         """stream[start:stop], a view of the mapped file where one shard holds all of it, a copy at a seam."""
-        if not 0 <= start <= stop <= self.num_tokens:
-            raise IndexError(f"tokens {start} to {stop} of a stream of {self.num_tokens}")
-        first = int(np.searchsorted(self._starts, start, side="right")) - 1
-        if first == len(self._shards) or stop <= self._starts[first + 1]:
-            shard = self._shards[min(first, len(self._shards) - 1)].tokens if self._shards else np.empty(0, np.uint16)
-            offset = int(self._starts[first]) if first < len(self._shards) else start
-            return shard[start - offset : stop - offset]
-        pieces: list[NDArray[Any]] = []
-        while start < stop:
-            end = min(stop, int(self._starts[first + 1]))
-            pieces.append(self._shards[first].tokens[start - int(self._starts[first]) : end - int(self._starts[first])])
-            start, first = end, first + 1
-        return np.concatenate(pieces)
+        parts = [self._shards[owner].tokens[begin:end] for owner, begin, end in self._parts(start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, dtype=self._dtype)])
 
     def batch(self, sequence_numbers: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
         """Sequences [n] as tokens [n, T + 1] of int64: row r holds stream[s T : s T + T + 1] for s = sequence_numbers[r].
@@ -142,51 +147,71 @@ class TokenShards:
             return np.empty((0, sequence_length + 1), dtype=np.int64)
         if int(numbers.min()) < 0 or int(numbers.max()) >= self.num_sequences(sequence_length):
             raise IndexError(f"sequence numbers {int(numbers.min())} to {int(numbers.max())} of {self.num_sequences(sequence_length)}")
-        if not self._bounded:
-            self._account(numbers.size, sequence_length)
         starts = numbers * sequence_length
-        if len(self._shards) == 1:
-            return self._window(0, sequence_length)[starts].astype(np.int64)
-        return self._gather(starts, sequence_length)
+        return self._gather(starts, sequence_length) if self._mapped else self._read(starts, sequence_length)
 
     def _gather(self, starts: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
-        """Rows from several shards: shard by shard where many rows share one, row by row otherwise."""
-        width = sequence_length + 1
-        out = np.empty((starts.size, width), dtype=np.int64)
+        """Rows from the maps with one fancy index, then the few that span two shards."""
+        windows, shifts = self._window(sequence_length)
+        if len(self._shards) == 1:
+            return windows[starts].astype(np.int64)
         owners = np.searchsorted(self._starts, starts, side="right") - 1
-        seams = starts + width > self._starts[owners + 1]
-        inner = owners[~seams] if seams.any() else owners
-        present = np.unique(inner)
-        if inner.size >= 4 * present.size:
-            for owner in present.tolist():
-                rows = np.flatnonzero((owners == owner) & ~seams)
-                out[rows] = self._window(owner, sequence_length)[starts[rows] - self._starts[owner]]
-            remaining = np.flatnonzero(seams).tolist()
+        seams = np.flatnonzero(starts + sequence_length >= self._starts[owners + 1])
+        rows = starts + shifts[owners]
+        if seams.size == starts.size:
+            out = np.empty((starts.size, sequence_length + 1), dtype=np.int64)
         else:
-            remaining = range(starts.size)
-        local = (starts - self._starts[owners]).tolist()
-        for row in remaining:
-            if seams[row]:
-                out[row] = self.tokens(int(starts[row]), int(starts[row]) + width)
-            else:
-                out[row] = self._shards[owners[row]].tokens[local[row] : local[row] + width]
+            if seams.size:  # a window there would leave its map: read another row and replace it
+                rows[seams] = rows[np.setdiff1d(np.arange(starts.size), seams)[0]]
+            out = windows[rows].astype(np.int64)
+        for row in seams.tolist():
+            out[row] = self.tokens(int(starts[row]), int(starts[row]) + sequence_length + 1)
         return out
 
-    def _window(self, owner: int, sequence_length: int) -> NDArray[Any]:
-        """All runs of T + 1 tokens of a shard as the rows of a view [N - T, T + 1]: one fancy index gathers a batch."""
-        if (owner, sequence_length) not in self._windows:
-            tokens = self._shards[owner].tokens
-            shape = (len(tokens) - sequence_length, sequence_length + 1)
-            self._windows[owner, sequence_length] = as_strided(tokens, shape, tokens.strides * 2, writeable=False)
-        return self._windows[owner, sequence_length]
+    def _window(self, sequence_length: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """All runs of T + 1 tokens as rows of one view, and for each shard the row of its first token less its place in the stream.
 
-    def _account(self, num_sequences: int, sequence_length: int) -> None:
-        self._touched_bytes += num_sequences * (_TOUCH_BYTES + (sequence_length + 1) * 4)
-        if self._touched_bytes > MAPPED_BYTES:
-            self._touched_bytes = 0
-            self._windows.clear()
-            for shard in self._shards:
-                shard.drop()
+        The view begins at the lowest of the maps and spans all of them with what lies between: only rows inside a map may be
+        read, and `_gather` sees to that. One index then gathers from any number of shards.
+        """
+        if sequence_length not in self._windows:
+            size = self._dtype.itemsize
+            maps = [shard.tokens for shard in self._shards]
+            addresses = np.array([tokens.__array_interface__["data"][0] for tokens in maps], dtype=np.int64)
+            lowest = int(addresses.argmin())
+            elements = (addresses - addresses[lowest]) // size
+            span = int(max(first + len(tokens) for first, tokens in zip(elements, maps, strict=True)))
+            view = as_strided(maps[lowest], (max(0, span - sequence_length), sequence_length + 1), (size, size), writeable=False)
+            self._windows[sequence_length] = view, elements - self._starts[:-1]
+        return self._windows[sequence_length]
+
+    def _read(self, starts: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
+        """Rows by one system call each (two at a seam)."""
+        width = sequence_length + 1
+        parts = [self._shard(owner).read(begin, end) for start in starts.tolist() for owner, begin, end in self._parts(start, start + width)]
+        return np.frombuffer(b"".join(parts), dtype=self._dtype).reshape(starts.size, width).astype(np.int64)
+
+    def _shard(self, owner: int) -> _Shard:
+        """A shard about to be read; of the others no more than OPEN_FILES stay open."""
+        if owner not in self._open:
+            if len(self._open) >= OPEN_FILES:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                self._shards[oldest].close()
+            self._open[owner] = None
+        return self._shards[owner]
+
+    def _parts(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(shard, begin, end) of the pieces that make up stream[start:stop]."""
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"tokens {start} to {stop} of a stream of {self.num_tokens}")
+        parts: list[tuple[int, int, int]] = []
+        owner = bisect.bisect_right(self._bounds, start) - 1
+        while start < stop:
+            first, end = self._bounds[owner], min(stop, self._bounds[owner + 1])
+            parts.append((owner, start - first, end - first))
+            start, owner = end, owner + 1
+        return parts
 
 
 def _locate_tokens(path: Path, record: ShardRecord, dtype: np.dtype[Any]) -> int:

@@ -30,16 +30,20 @@ class Evaluation:
     num_tokens: int
 
 
-def num_validation_sequences(validation_tokens: int, available: int, length: int) -> int:
-    """Sequences that a validation budget buys: at least one, at most those there are."""
-    return max(1, min(available, validation_tokens // length))
+def validation_sequences(validation_tokens: int, available: int, length: int) -> list[int]:
+    """The sequences that a validation budget buys, at least one, spread evenly over all there are.
+
+    Evenly, because neighbours are alike: the first so many may all lie in one odd document.
+    """
+    count = max(1, min(available, validation_tokens // length))
+    return [number * available // count for number in range(count)]
 
 
-def shares(num_sequences: int, replicas: Sequence[int]) -> dict[int, list[int]]:
+def shares(sequences: Sequence[int], replicas: Sequence[int]) -> dict[int, list[int]]:
     """Validation sequences for each replica: whole chunks, dealt out in turn."""
     dealt: dict[int, list[int]] = {replica_id: [] for replica_id in replicas}
-    for chunk, begin in enumerate(range(0, num_sequences, CHUNK_SEQUENCES)):
-        dealt[replicas[chunk % len(replicas)]].extend(range(begin, min(begin + CHUNK_SEQUENCES, num_sequences)))
+    for chunk, begin in enumerate(range(0, len(sequences), CHUNK_SEQUENCES)):
+        dealt[replicas[chunk % len(replicas)]].extend(sequences[begin : begin + CHUNK_SEQUENCES])
     return dealt
 
 

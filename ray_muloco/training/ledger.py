@@ -76,7 +76,7 @@ class Ledger:
         self.lock = storage.RunLock(self.directory, config.run.lock_wait_seconds, on_wait=listener.message)
         storage.download(self.run_path, self.directory, TEXT_FILES)
         self.store = CheckpointStore(storage.join(self.run_path, "checkpoints"), staging_dir=self.staging_dir, keep=config.checkpoint.keep)
-        self.num_validation_sequences = 0
+        self.validation_sequences: list[int] = []
         self.more_files: dict[str, dict[str, Tensor]] = {}  # what every checkpoint carries beside the run's state
         self._reasons: list[str] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")

@@ -7,7 +7,7 @@ The loop knows neither Ray nor compression nor method: those are members of `Rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ray_muloco.errors import RunError
 from ray_muloco.training.coordinator import Coordinator, record_of
@@ -47,7 +47,7 @@ def train(coordinator: Coordinator, group: ReplicaGroup, ledger: Ledger, should_
 
         group.reset_inner_state(decision.sitting_out)
         record = record_of(coordinator, reports, decision.participants, committed)
-        evaluation = evaluate(coordinator, group, ledger.num_validation_sequences) if ledger.evaluation_due(coordinator) else None
+        evaluation = evaluate(coordinator, group, ledger.validation_sequences) if ledger.evaluation_due(coordinator) else None
         ledger.record(record, evaluation, group, clock)
         if ledger.checkpoint_due(coordinator):
             ledger.save(coordinator, group)
@@ -77,6 +77,6 @@ def _try_again(
     coordinator.regrouped(group.generation)
 
 
-def evaluate(coordinator: Coordinator, group: ReplicaGroup, num_sequences: int) -> Evaluation:
+def evaluate(coordinator: Coordinator, group: ReplicaGroup, sequences: Sequence[int]) -> Evaluation:
     """Validation loss of θ, measured by all replicas together."""
-    return combine(group.evaluate(shares(num_sequences, group.alive)), coordinator.config.model.sequence_length)
+    return combine(group.evaluate(shares(sequences, group.alive)), coordinator.config.model.sequence_length)

@@ -11,6 +11,8 @@ import logging
 import os
 import re
 import shlex
+import sqlite3
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -52,13 +54,14 @@ def _is_file_store(path: str) -> bool:
     return False
 
 
-def _sqlite_path(uri: str) -> str | None:
+def sqlite_path(uri: str) -> str | None:
+    """The file of a SQLite store."""
     return unquote(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
 
 
 def artifact_location(uri: str, experiment: str) -> str | None:
     """Beside a SQLite database, since MLflow's default is ./mlruns of whichever process came first; else the server's choice."""
-    path = _sqlite_path(uri)
+    path = sqlite_path(uri)
     return f"file://{quote(os.path.join(os.path.dirname(path), 'mlartifacts', experiment))}" if path else None
 
 
@@ -95,11 +98,14 @@ def failure_of(uri: str, error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def schema_lock(uri: str) -> Iterator[None]:
-    """One process at a time opens a SQLite store: concurrent first openings would each create and migrate the tables."""
-    path = _sqlite_path(uri)
+def schema_lock(uri: str) -> Iterator[str | None]:
+    """One process at a time opens a SQLite store; the value is the database's path where it does not exist yet.
+
+    MLflow's first call on a fresh database creates and migrates the tables without a lock that is sure to be shared.
+    """
+    path = sqlite_path(uri)
     if path is None:
-        yield
+        yield None
         return
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(f"{path}.lock", "a") as lock:
@@ -114,7 +120,22 @@ def schema_lock(uri: str) -> Iterator[None]:
                 time.sleep(0.05)
             except OSError:  # a file system without locks: MLflow's own checks have to do
                 break
-        yield
+        yield None if os.path.exists(path) and os.path.getsize(path) else path
+
+
+def create_database(path: str, initialize: Callable[[str], object]) -> None:
+    """Make a database beside, by `initialize(uri)`, and put it in its place whole.
+
+    The migrations are hundreds of transactions: a process killed among them would leave tables that no later one can
+    finish. In memory they also take a second, and not the ten that a slow disk makes of them.
+    """
+    memory = "/dev/shm"
+    with tempfile.TemporaryDirectory(prefix="mlflow-", dir=memory if os.access(memory, os.W_OK) else None) as directory:
+        made, beside = os.path.join(directory, "mlflow.db"), f"{path}.{os.getpid()}.new"
+        initialize(f"sqlite:///{made}")
+        with contextlib.closing(sqlite3.connect(made)) as source, contextlib.closing(sqlite3.connect(beside)) as target:
+            source.backup(target)
+        os.replace(beside, path)
 
 
 class _NotFromThread(logging.Filter):

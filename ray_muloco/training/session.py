@@ -19,7 +19,7 @@ from ray_muloco.errors import ConfigError, RunError
 from ray_muloco.training import storage
 from ray_muloco.training.checkpoint import CheckpointRef, open_checkpoint
 from ray_muloco.training.coordinator import Coordinator
-from ray_muloco.training.evaluate import num_validation_sequences
+from ray_muloco.training.evaluate import validation_sequences
 from ray_muloco.training.group import LocalGroup, ReplicaGroup, replica_file
 from ray_muloco.training.inference import TOKENIZER_FILE, pack_text
 from ray_muloco.training.ledger import Ledger, Listener
@@ -62,7 +62,7 @@ def run_session(config: TrainConfig, seats: Seats, listener: Listener, should_st
             {"method": config.method, "preset": config.preset, "run_path": ledger.run_path},
             resumed.manifest.get("mlflow_run_id") if resumed else None,
         )
-        ledger.num_validation_sequences = num_validation_sequences(
+        ledger.validation_sequences = validation_sequences(
             config.validation_tokens, dataset.validation.num_sequences(config.model.sequence_length), config.model.sequence_length
         )
         if dataset.tokenizer.spec != "bytes":

@@ -20,13 +20,13 @@ from numbers import Real
 from typing import Any, Literal, NamedTuple, Protocol
 
 from ray_muloco.config import flatten
-from ray_muloco.training.mlflow_store import artifact_location, failure_of, quiet_loggers, quoted, redacted, retrying, schema_lock
+from ray_muloco.training.mlflow_store import artifact_location, create_database, failure_of, quiet_loggers, quoted, redacted, retrying, schema_lock
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 QUEUE_ITEMS = 10_000
-ROUNDS_A_BATCH = 32  # MLflow takes 1000 metrics a call; a round has about 25
-PARAMETERS_A_BATCH = 100  # MLflow's limit
+ROUNDS_A_BATCH = 40  # MLflow takes 1000 metrics a call; a round has about 25
+ITEMS_A_BATCH = 100  # MLflow's limit of parameters, and of tags
 PARAMETER_CHARACTERS = 6000  # MLflow's limit
 TAG_CHARACTERS = 5000  # the lowest of the limits of MLflow's versions
 NAME_CHARACTERS = 250
@@ -258,7 +258,9 @@ class _MlflowRun:
 
         quieten()
         name, parameters, tags, run_id = begin.name, begin.parameters, begin.tags, begin.run_id
-        with schema_lock(uri):  # MLflow's first call on a fresh database creates the schema, without a lock of its own
+        with schema_lock(uri) as fresh_database:
+            if fresh_database is not None:
+                create_database(fresh_database, lambda beside: MlflowClient(beside).search_experiments(max_results=1))
             self._client = MlflowClient(uri)
             experiment_id = self._experiment(uri, experiment)
         found = self._find(run_id) if run_id else None
@@ -270,8 +272,7 @@ class _MlflowRun:
             retrying(lambda: self._client.update_run(found.info.run_id, status="RUNNING"))
         run = found or retrying(lambda: self._client.create_run(experiment_id, run_name=name))
         self.run_id: str = run.info.run_id
-        self._log_parameters(parameters, dict(run.data.params))
-        self._log_tags(tags)
+        self._describe(parameters, tags, dict(run.data.params))
 
     def log(self, rounds: Sequence[tuple[int, dict[str, Any]]]) -> None:
         """Metrics of several rounds in one transaction; (time in ms, record) each."""
@@ -333,24 +334,17 @@ class _MlflowRun:
             raise
         return run if run.info.lifecycle_stage == "active" else None
 
-    def _log_parameters(self, parameters: Mapping[str, Any], known: Mapping[str, str]) -> None:
-        """MLflow's parameters never change: a value that a resumed run changed (a longer budget) becomes a tag."""
-        from mlflow.entities import Param
+    def _describe(self, parameters: Mapping[str, Any], tags: Mapping[str, str], known: Mapping[str, str]) -> None:
+        """Parameters and tags. A parameter never changes in MLflow: a value that a resumed run changed (a longer budget) becomes a tag."""
+        from mlflow.entities import Param, RunTag
 
         values = {_name(key): str(value)[:PARAMETER_CHARACTERS] for key, value in parameters.items()}
-        fresh = [Param(key, value) for key, value in values.items() if key not in known]
-        for begin in range(0, len(fresh), PARAMETERS_A_BATCH):
-            part = fresh[begin : begin + PARAMETERS_A_BATCH]
-            retrying(lambda part=part: self._client.log_batch(self.run_id, params=part))
-        self._log_tags({f"resumed.{key}": value for key, value in values.items() if key in known and known[key] != value})
-
-    def _log_tags(self, tags: Mapping[str, str]) -> None:
-        from mlflow.entities import RunTag
-
-        items = [RunTag(_name(key), str(value)[:TAG_CHARACTERS]) for key, value in tags.items()]
-        for begin in range(0, len(items), PARAMETERS_A_BATCH):
-            part = items[begin : begin + PARAMETERS_A_BATCH]
-            retrying(lambda part=part: self._client.log_batch(self.run_id, tags=part))
+        changed = {f"resumed.{key}": value for key, value in values.items() if key in known and known[key] != value}
+        params = [Param(key, value) for key, value in values.items() if key not in known]
+        run_tags = [RunTag(_name(key), str(value)[:TAG_CHARACTERS]) for key, value in {**tags, **changed}.items()]
+        for begin in range(0, max(len(params), len(run_tags)), ITEMS_A_BATCH):
+            batch = {"params": params[begin : begin + ITEMS_A_BATCH], "tags": run_tags[begin : begin + ITEMS_A_BATCH]}
+            retrying(lambda batch=batch: self._client.log_batch(self.run_id, **batch))
 
     def _has(self, key: str, step: int, value: float) -> bool:
         """Whether a continued run already has this value at this step: rounds after its checkpoint are trained again."""
