@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from pyarrow import fs
 from toy import LENGTH, toy_config
 
 from ray_muloco.config import TrainConfig
 from ray_muloco.errors import ConfigError, RunError
-from ray_muloco.training import preflight
+from ray_muloco.training import locations, preflight
 from ray_muloco.training.checkpoint import open_checkpoint
 from ray_muloco.training.session import local_seats, run_session
 
@@ -190,3 +191,21 @@ def test_mlflow_goes_on_in_the_same_run_and_has_each_round_once(source: Path, tm
     assert all(by_step[record["round"]] == pytest.approx(record["train_loss"]) for record in records(config))
     names = {artifact.path for artifact in client.list_artifacts(runs[0].info.run_id)}
     assert {"config.json", "report.html", "loss.png"} <= names
+
+
+def test_a_run_kept_at_a_uri_resumes_on_a_machine_that_never_saw_it(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are written at the URI, small files staged and uploaded: with the local copy gone, the run goes on from there."""
+    whole, _ = train(config_for(source, tmp_path, "whole"))
+    (tmp_path / "store").mkdir()
+    store = fs.SubTreeFileSystem(str(tmp_path / "store"), fs.LocalFileSystem())  # no local file system to pyarrow, so remote to us
+    monkeypatch.setattr(locations, "_from_uri", lambda location: (store, location.partition("://")[2].partition("?")[0]))
+    config = config_for(source, tmp_path, "far").override({"run.storage_path": "s3://bucket/runs"})
+    monkeypatch.setenv("HOME", str(tmp_path / "first"))
+    stopped, _ = train(config, stop_after=2)
+    assert stopped["status"] == "stopped"
+    monkeypatch.setenv("HOME", str(tmp_path / "second"))
+    resumed, notes = train(config)
+    assert notes.described["resumed_round"] == 2
+    assert resumed["theta_digest"] == whole["theta_digest"]
+    again, notes = train(config)
+    assert (again, notes.rounds) == (resumed, [])
