@@ -26,7 +26,8 @@ NUM_PROCESSES = 16
 SIXTEEN_WRITERS = """
 import multiprocessing, os, sys
 from ray_muloco.training.tracking import MlflowTracker, tracking_uri
-import mlflow.tracking  # once, before the fork: sixteen imports would take the test's time, and test nothing
+import alembic.command, mlflow.store.tracking.sqlalchemy_store, mlflow.tracking, sqlalchemy.orm  # once, before the fork: sixteen imports would
+sqlalchemy.orm.configure_mappers()  # take the test's time, and test nothing
 
 uri = tracking_uri(sys.argv[1], {})
 

@@ -97,15 +97,14 @@ def failure_of(uri: str, error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:300]
 
 
-@contextlib.contextmanager
-def schema_lock(uri: str) -> Iterator[str | None]:
-    """One process at a time opens a SQLite store; the value is the database's path where it does not exist yet.
+def ensure_database(uri: str, initialize: Callable[[str], object]) -> None:
+    """Create the database of a SQLite URI unless it is there: by one process, whichever comes first, and whole.
 
-    MLflow's first call on a fresh database creates and migrates the tables without a lock that is sure to be shared.
+    MLflow's first call on a fresh database creates and migrates the tables, and concurrent first calls would each.
+    initialize: takes a SQLite URI and makes that call.
     """
     path = sqlite_path(uri)
-    if path is None:
-        yield None
+    if path is None or _is_there(path):
         return
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(f"{path}.lock", "a") as lock:
@@ -118,13 +117,18 @@ def schema_lock(uri: str) -> Iterator[str | None]:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{path}.lock was held for {LOCK_DEADLINE_SECONDS:.0f} s") from None
                 time.sleep(0.05)
-            except OSError:  # a file system without locks: MLflow's own checks have to do
+            except OSError:  # a file system without locks: the rename alone has to do, and the last one wins before any run is in it
                 break
-        yield None if os.path.exists(path) and os.path.getsize(path) else path
+        if not _is_there(path):
+            _create_database(path, initialize)
 
 
-def create_database(path: str, initialize: Callable[[str], object]) -> None:
-    """Make a database beside, by `initialize(uri)`, and put it in its place whole.
+def _is_there(path: str) -> bool:
+    return os.path.exists(path) and os.path.getsize(path) > 0
+
+
+def _create_database(path: str, initialize: Callable[[str], object]) -> None:
+    """Make a database beside, and put it in its place whole.
 
     The migrations are hundreds of transactions: a process killed among them would leave tables that no later one can
     finish. In memory they also take a second, and not the ten that a slow disk makes of them.

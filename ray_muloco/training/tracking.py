@@ -20,7 +20,7 @@ from numbers import Real
 from typing import Any, Literal, NamedTuple, Protocol
 
 from ray_muloco.config import flatten
-from ray_muloco.training.mlflow_store import artifact_location, create_database, failure_of, quiet_loggers, quoted, redacted, retrying, schema_lock
+from ray_muloco.training.mlflow_store import artifact_location, ensure_database, failure_of, quiet_loggers, quoted, redacted, retrying
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -258,11 +258,9 @@ class _MlflowRun:
 
         quieten()
         name, parameters, tags, run_id = begin.name, begin.parameters, begin.tags, begin.run_id
-        with schema_lock(uri) as fresh_database:
-            if fresh_database is not None:
-                create_database(fresh_database, lambda beside: MlflowClient(beside).search_experiments(max_results=1))
-            self._client = MlflowClient(uri)
-            experiment_id = self._experiment(uri, experiment)
+        ensure_database(uri, lambda fresh: MlflowClient(fresh).search_experiments(max_results=1))
+        self._client = MlflowClient(uri)
+        experiment_id = self._experiment(uri, experiment)
         found = self._find(run_id) if run_id else None
         if run_id and found is None:
             warn(f"MLflow run {run_id} no longer exists at {redacted(uri)}; the resumed run continues as a new one")
