@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 _ROUNDS = 6
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_MIX = np.uint64(0xD6E8FEB86659FD93)
-_SHIFT = np.uint64(32)
-_BLOCK, _KEPT_BLOCKS = 1024, 8  # places permuted at once: a batch asks for neighbours, and small arrays cost NumPy as much as large ones
+# places permuted at once: a batch asks for neighbours, and NumPy takes as long for few numbers as for many
+_BLOCK, _KEPT_BLOCKS = 4096, 4
+_Words = NDArray[np.unsignedinteger[Any]]
 
 
 class SampleOrder:
@@ -68,46 +68,55 @@ class SampleOrder:
         return self._kept[epoch, block]
 
     def _permute(self, places: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
-        keys = _keys(self.seed, epoch)
         bits = max(2, (self.num_sequences - 1).bit_length())
-        values = _feistel(places.astype(np.uint64), bits, keys)
-        size = np.uint64(self.num_sequences)
-        outside = np.flatnonzero(values >= size)
+        # narrow words are several times as fast; which are taken depends on the number of sequences alone
+        width = np.uint32 if bits <= 32 else np.uint64
+        keys = _keys(self.seed, epoch, np.dtype(width).itemsize)
+        values = _feistel(places.astype(width), bits, keys)
+        last = width(self.num_sequences - 1)
+        outside = np.flatnonzero(values > last)
         while outside.size:  # the domain is below 2n, so each walk leaves less than half of them outside
             walked = _feistel(values.flat[outside], bits, keys)
             values.flat[outside] = walked
-            outside = outside[walked >= size]
+            outside = outside[walked > last]
         return values.astype(np.int64)
 
 
 @lru_cache(maxsize=64)
-def _keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
-    """One 64-bit key a round, from a hash of (seed, epoch)."""
-    digest = hashlib.blake2b(f"sample order {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
-    return tuple(np.uint64(int.from_bytes(digest[8 * i : 8 * i + 8], "little")) for i in range(_ROUNDS))
+def _keys(seed: int, epoch: int, word_bytes: int) -> tuple[np.unsignedinteger[Any], ...]:
+    """One word a round, from a hash of (seed, epoch)."""
+    digest = hashlib.blake2b(f"sample order {seed} {epoch}".encode(), digest_size=_ROUNDS * word_bytes).digest()
+    return tuple(np.frombuffer(digest, dtype=f"<u{word_bytes}").astype(f"u{word_bytes}"))
 
 
-def _feistel(values: NDArray[np.uint64], bits: int, keys: tuple[np.uint64, ...]) -> NDArray[np.uint64]:
+def _feistel(values: _Words, bits: int, keys: tuple[np.unsignedinteger[Any], ...]) -> _Words:
     """A keyed permutation of [0, 2^bits). Each round changes one half by a hash of the other, so it can be undone.
 
     The halves hold bits // 2 and bits - bits // 2 bits and take turns, so odd numbers of bits need no padding.
     """
+    word = values.dtype.type
     right_bits = bits // 2
     left_bits = bits - right_bits
-    left_mask, right_mask = np.uint64((1 << left_bits) - 1), np.uint64((1 << right_bits) - 1)
-    left, right = values >> np.uint64(right_bits), values & right_mask
+    left_mask, right_mask = word((1 << left_bits) - 1), word((1 << right_bits) - 1)
+    left, right = values >> word(right_bits), values & right_mask
     for number, key in enumerate(keys):
         if number % 2 == 0:
-            left = left ^ (_hash(right, key) & left_mask)
+            left ^= _hash(right, key) & left_mask
         else:
-            right = right ^ (_hash(left, key) & right_mask)
-    return (left << np.uint64(right_bits)) | right
+            right ^= _hash(left, key) & right_mask
+    left <<= word(right_bits)
+    return left | right
 
 
-def _hash(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """A 64-bit mixing function of (value, key); multiplications wrap."""
-    mixed = (values ^ key) * _MULTIPLIER
-    mixed ^= mixed >> _SHIFT
-    mixed *= _MIX
-    mixed ^= mixed >> _SHIFT
+_MULTIPLIERS = {4: (0x9E3779B1, 0x85EBCA77), 8: (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93)}
+
+
+def _hash(values: _Words, key: np.unsignedinteger[Any]) -> _Words:
+    """A mixing function of (value, key) whose low bits depend on all of them; multiplications wrap."""
+    word = values.dtype.type
+    shift = word(4 * values.dtype.itemsize)
+    mixed = values ^ key
+    for multiplier in _MULTIPLIERS[values.dtype.itemsize]:
+        mixed *= word(multiplier)
+        mixed ^= mixed >> shift
     return mixed

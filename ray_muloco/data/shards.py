@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SHARD_TOKENS = 1 << 24
-MAPPED_BYTES = 256 << 20
+MAPPED_BYTES = 512 << 20
 OPEN_FILES = 128
 
 
@@ -115,7 +115,7 @@ class TokenShards:
         self._bounds: list[int] = self._starts.tolist()
         self._mapped = int(self._starts[-1]) * self._dtype.itemsize <= MAPPED_BYTES
         self._windows: dict[int, tuple[NDArray[Any], NDArray[np.int64]]] = {}
-        self._open: dict[int, None] = {}
+        self._open: dict[int, _Shard] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -155,8 +155,7 @@ class TokenShards:
         windows, shifts = self._window(sequence_length)
         if len(self._shards) == 1:
             return windows[starts].astype(np.int64)
-        owners = np.searchsorted(self._starts, starts, side="right") - 1
-        seams = np.flatnonzero(starts + sequence_length >= self._starts[owners + 1])
+        owners, seams = self._owners(starts, sequence_length)
         rows = starts + shifts[owners]
         if seams.size == starts.size:
             out = np.empty((starts.size, sequence_length + 1), dtype=np.int64)
@@ -167,6 +166,11 @@ class TokenShards:
         for row in seams.tolist():
             out[row] = self.tokens(int(starts[row]), int(starts[row]) + sequence_length + 1)
         return out
+
+    def _owners(self, starts: NDArray[np.int64], sequence_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The shard in which each row begins, and the rows that do not end in it."""
+        owners = np.searchsorted(self._starts, starts, side="right") - 1
+        return owners, np.flatnonzero(starts + sequence_length >= self._starts[owners + 1])
 
     def _window(self, sequence_length: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """All runs of T + 1 tokens as rows of one view, and for each shard the row of its first token less its place in the stream.
@@ -186,20 +190,23 @@ class TokenShards:
         return self._windows[sequence_length]
 
     def _read(self, starts: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
-        """Rows by one system call each (two at a seam)."""
-        width = sequence_length + 1
-        parts = [self._shard(owner).read(begin, end) for start in starts.tolist() for owner, begin, end in self._parts(start, start + width)]
-        return np.frombuffer(b"".join(parts), dtype=self._dtype).reshape(starts.size, width).astype(np.int64)
+        """Rows by one system call each, those that span two shards by one for each part."""
+        owners, seams = self._owners(starts, sequence_length)
+        places = zip(owners.tolist(), (starts - self._starts[owners]).tolist(), strict=True)
+        rows = [self._opened(owner).read(begin, begin + sequence_length + 1) for owner, begin in places]
+        for row in seams.tolist():
+            parts = self._parts(int(starts[row]), int(starts[row]) + sequence_length + 1)
+            rows[row] = b"".join(self._opened(owner).read(begin, end) for owner, begin, end in parts)
+        return np.frombuffer(b"".join(rows), dtype=self._dtype).reshape(starts.size, sequence_length + 1).astype(np.int64)
 
-    def _shard(self, owner: int) -> _Shard:
+    def _opened(self, owner: int) -> _Shard:
         """A shard about to be read; of the others no more than OPEN_FILES stay open."""
-        if owner not in self._open:
+        shard = self._open.get(owner)
+        if shard is None:
             if len(self._open) >= OPEN_FILES:
-                oldest = next(iter(self._open))
-                del self._open[oldest]
-                self._shards[oldest].close()
-            self._open[owner] = None
-        return self._shards[owner]
+                self._open.pop(next(iter(self._open))).close()
+            shard = self._open[owner] = self._shards[owner]
+        return shard
 
     def _parts(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """(shard, begin, end) of the pieces that make up stream[start:stop]."""
