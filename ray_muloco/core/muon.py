@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -81,25 +82,22 @@ class MuonStack:
             parameter = self.parameters[i]
             if self.inner.weight_decay:
                 parameter.mul_(keep)
-            parameter.add_(update.view_as(parameter), alpha=rate)
+            parameter.add_(update.view(parameter.shape), alpha=rate)
 
     def _directions(self, present: Sequence[int]) -> Tensor:
         """Take the gradients into the momentum; returns what is to be orthogonalised, fp32 [n, M, N]."""
-        mu = self.inner.momentum
-        directions = self.workspace.scaled[: len(present)]
+        mu, directions = self.inner.momentum, self.workspace.scaled[: len(present)]
         for row, i in enumerate(present):
-            grad, momentum = self.parameters[i].grad, self.momenta[i]
-            assert grad is not None
-            gradient = grad.reshape(self.shape)
-            torch.add(gradient, momentum, alpha=mu, out=momentum)
+            gradient, momentum = cast(Tensor, self.parameters[i].grad).reshape(self.shape), self.momenta[i]
+            torch.add(gradient, momentum, alpha=mu, out=momentum)  # one pass over both
             if self.inner.nesterov:
                 torch.add(gradient, momentum, alpha=mu, out=directions[row])
         if self.inner.nesterov:
             return directions
         first, last = present[0], present[-1]
-        if last - first + 1 == len(present):
+        if last - first + 1 == len(present):  # nobody is missing: no copy
             return self.momentum[first : last + 1]
-        return torch.index_select(self.momentum, 0, torch.tensor(present, device=self.momentum.device))
+        return torch.stack([self.momenta[i] for i in present], out=directions)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live state by name."""
