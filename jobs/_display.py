@@ -68,7 +68,7 @@ def make_display(total_tokens: int, quiet: bool = False, stream: TextIO | None =
     console = Console(file=stream)
     if quiet:
         return PlainDisplay(total_tokens, None)
-    if console.is_terminal and not console.is_dumb_terminal:
+    if console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf"):
         return LiveDisplay(total_tokens, console)
     return PlainDisplay(total_tokens, stream or sys.stdout)
 
@@ -294,11 +294,12 @@ def header_lines(info: Mapping[str, Any]) -> list[str]:
     replicas = f"{info['replicas']} replica{'s' if info['replicas'] != 1 else ''}" if info.get("replicas") else ""
     budget = f"{formats.count(info['budget_tokens'])} tokens" if info.get("budget_tokens") else ""
     parts = (info.get("method"), info.get("preset"), parameters, replicas, info.get("compute_dtype"), budget)
-    lines = [f"{info.get('name') or 'run'}: {', '.join(str(part) for part in parts if part)}"]
+    what = ", ".join(str(part) for part in parts if part)
+    lines = [f"{info.get('name') or 'run'}: {what or 'training'}"]
     if info.get("storage"):
         lines.append(f"kept in {info['storage']}")
     if info.get("resumed_from"):
-        lines.append(f"resumed after round {info.get('resumed_round', DASH)} from {info['resumed_from']}")
+        lines.append(f"resumed after round {_said(info, 'resumed_round')} from {info['resumed_from']}")
     return lines
 
 
@@ -316,8 +317,7 @@ def round_line(record: Mapping[str, Any], pace: Pace) -> str:
 
 def rounds_of(record: Mapping[str, Any], pace: Pace) -> str:
     """Round and rounds to come, `12/293`."""
-    number = record.get("round", DASH)
-    return f"{number}/{pace.num_rounds}" if pace.num_rounds else str(number)
+    return f"{_said(record, 'round')}/{pace.num_rounds}" if pace.num_rounds else _said(record, "round")
 
 
 def time_left(pace: Pace) -> str:
@@ -328,7 +328,7 @@ def time_left(pace: Pace) -> str:
 
 def replicas_of(record: Mapping[str, Any]) -> str:
     """Participants of those alive, `3/4`."""
-    return f"{record.get('participants', DASH)}/{record.get('alive', DASH)}"
+    return f"{_said(record, 'participants')}/{_said(record, 'alive')}"
 
 
 def result_title(result: Mapping[str, Any]) -> str:
@@ -346,13 +346,18 @@ def result_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("validation loss", f"{formats.fixed(result.get('val_loss'))} nats a token"),
         ("", f"{formats.fixed(result.get('val_bits_per_byte'))} bits a byte"),
         ("tokens", formats.count(result.get("tokens"))),
-        ("rounds", str(result.get("rounds", DASH))),
+        ("rounds", _said(result, "rounds")),
         ("time", formats.seconds(result.get("seconds"))),
         ("tokens a second", formats.count(result.get("tokens_per_second"))),
         ("sent up / down", f"{formats.num_bytes(result.get('uplink_bytes'))} / {formats.num_bytes(result.get('downlink_bytes'))}"),
         ("participants", replicas),
         ("parameters", formats.count(result.get("num_params"))),
     ]
+
+
+def _said(figures: Mapping[str, Any], key: str) -> str:
+    """A figure as it is, or a dash."""
+    return DASH if figures.get(key) is None else str(figures[key])
 
 
 def place_lines(run_dir: str, uri: str | None = None) -> list[str]:

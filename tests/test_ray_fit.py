@@ -195,7 +195,9 @@ def test_ctrl_c_checkpoints_exits_3_and_leaves_no_process(source: Path, tmp_path
         "--budget-tokens", "2000000", "--batch-sequences", "8", "--sync-interval", "2", "--scaling.num-replicas", "2", "--run.tracker", "none",
     ]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[1], env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command, cwd=Path(__file__).parents[1], env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     metrics = tmp_path / "interrupted" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while (not metrics.exists() or metrics.read_text().count("\n") < 2) and time.monotonic() < deadline:

@@ -233,7 +233,9 @@ def test_a_replica_without_inner_steps_has_an_exactly_zero_pseudogradient(datase
 
 def test_token_weights_make_a_weighted_mean(dataset: Dataset) -> None:
     """D04: Ψ is Σ w Δ / Σ w over those merged, not over those planned."""
-    harness = Harness(toy_config(scaling__num_replicas=3, batch_sequences=9, budget_tokens=900 * LENGTH, scaling__min_replicas=1, outer__momentum=0.0, outer__lr=1.0), dataset)
+    harness = Harness(
+        toy_config(scaling__num_replicas=3, batch_sequences=9, budget_tokens=900 * LENGTH, scaling__min_replicas=1, outer__momentum=0.0, outer__lr=1.0), dataset
+    )
     plans = harness.coordinator.plan((0, 1, 2))
     inner = harness.group.run_inner(plans)
     reports = {k: dataclasses.replace(inner.reports[k], tokens=t) for k, t in ((0, 30), (2, 10))}

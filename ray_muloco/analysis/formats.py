@@ -12,8 +12,8 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of a record is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a value of a record is a finite number; beyond 1e300 it is an overflow on its way, and sums would not be finite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def count(value: float | None, unit: str = "") -> str:
@@ -31,7 +31,7 @@ def seconds(value: float | None) -> str:
     if value is None or not is_number(value) or value < 0:
         return DASH
     if value < 59.95:
-        return f"{value:.0f} s" if value >= 9.95 else f"{value:.1f} s" if value >= 0.0995 or value == 0 else f"{value * 1e3:.3g} ms"
+        return f"{value:.0f} s" if value >= 9.95 or value == 0 else f"{value:.1f} s" if value >= 0.0995 else f"{value * 1e3:.3g} ms"
     whole = round(value)
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
@@ -51,7 +51,7 @@ def fixed(value: float | None, digits: int = 4) -> str:
 
 def trimmed(text: str) -> str:
     """2.50M → 2.5M, 30.0k → 30k: for axes, where the zeros say nothing."""
-    return re.sub(r"\.(\d*?)0+(?![\de])", lambda found: f".{found[1]}" if found[1] else "", text)
+    return re.sub(r"\.(\d*?)0+(?!\d)", lambda found: f".{found[1]}" if found[1] else "", text)
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:

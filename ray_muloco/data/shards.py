@@ -142,41 +142,38 @@ class TokenShards:
 
         Raises IndexError for a number outside [0, num_sequences(T)).
         """
-        numbers = np.asarray(sequence_numbers, dtype=np.int64)
+        numbers = np.ascontiguousarray(sequence_numbers, dtype=np.int64)
         if numbers.size == 0:
             return np.empty((0, sequence_length + 1), dtype=np.int64)
-        if int(numbers.min()) < 0 or int(numbers.max()) >= self.num_sequences(sequence_length):
+        if int(numbers.view(np.uint64).max()) >= self.num_sequences(sequence_length):  # as unsigned, a negative one is huge
             raise IndexError(f"sequence numbers {int(numbers.min())} to {int(numbers.max())} of {self.num_sequences(sequence_length)}")
         starts = numbers * sequence_length
-        return self._gather(starts, sequence_length) if self._mapped else self._read(starts, sequence_length)
+        rows = self._gather(starts, sequence_length) if self._mapped else self._read(starts, sequence_length)
+        return rows.astype(np.int64)
 
-    def _gather(self, starts: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
-        """Rows from the maps with one fancy index, then the few that span two shards."""
+    def _gather(self, starts: NDArray[np.int64], sequence_length: int) -> NDArray[Any]:
+        """Rows [n, T + 1] from the maps with one fancy index, then the few that span two shards."""
         windows, shifts = self._window(sequence_length)
         if len(self._shards) == 1:
-            return windows[starts].astype(np.int64)
+            return windows[starts].view(self._dtype).reshape(starts.size, -1)
         owners, seams = self._owners(starts, sequence_length)
-        rows = starts + shifts[owners]
-        if seams.size == starts.size:
-            out = np.empty((starts.size, sequence_length + 1), dtype=np.int64)
-        else:
-            if seams.size:  # a window there would leave its map: read another row and replace it
-                rows[seams] = rows[np.setdiff1d(np.arange(starts.size), seams)[0]]
-            out = windows[rows].astype(np.int64)
+        places = starts + shifts[owners]
+        places[seams] = shifts[self._widest] + self._bounds[self._widest]  # a window at a seam leaves its map: read another, replace it
+        rows = windows[places].view(self._dtype).reshape(starts.size, -1)
         for row in seams.tolist():
-            out[row] = self.tokens(int(starts[row]), int(starts[row]) + sequence_length + 1)
-        return out
+            rows[row] = self.tokens(int(starts[row]), int(starts[row]) + sequence_length + 1)
+        return rows
 
     def _owners(self, starts: NDArray[np.int64], sequence_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The shard in which each row begins, and the rows that do not end in it."""
         owners = np.searchsorted(self._starts, starts, side="right") - 1
-        return owners, np.flatnonzero(starts + sequence_length >= self._starts[owners + 1])
+        return owners, np.flatnonzero(starts + sequence_length >= self._starts[1:][owners])
 
     def _window(self, sequence_length: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """All runs of T + 1 tokens as rows of one view, and for each shard the row of its first token less its place in the stream.
+        """All runs of T + 1 tokens as items of one view, and for each shard the item of its first token less its place in the stream.
 
-        The view begins at the lowest of the maps and spans all of them with what lies between: only rows inside a map may be
-        read, and `_gather` sees to that. One index then gathers from any number of shards.
+        The view begins at the lowest of the maps and spans all of them with what lies between: only items inside a map may be
+        read, and `_gather` sees to that. One index then gathers from any number of shards, and moves a run as one item.
         """
         if sequence_length not in self._windows:
             size = self._dtype.itemsize
@@ -184,12 +181,13 @@ class TokenShards:
             addresses = np.array([tokens.__array_interface__["data"][0] for tokens in maps], dtype=np.int64)
             lowest = int(addresses.argmin())
             elements = (addresses - addresses[lowest]) // size
-            span = int(max(first + len(tokens) for first, tokens in zip(elements, maps, strict=True)))
-            view = as_strided(maps[lowest], (max(0, span - sequence_length), sequence_length + 1), (size, size), writeable=False)
-            self._windows[sequence_length] = view, elements - self._starts[:-1]
+            run = np.dtype((np.void, (sequence_length + 1) * size))
+            first = np.ndarray((1,), dtype=run, buffer=maps[lowest])
+            count = int(max(at + len(tokens) for at, tokens in zip(elements, maps, strict=True))) - sequence_length
+            self._windows[sequence_length] = as_strided(first, (count,), (size,), writeable=False), elements - self._starts[:-1]
         return self._windows[sequence_length]
 
-    def _read(self, starts: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
+    def _read(self, starts: NDArray[np.int64], sequence_length: int) -> NDArray[Any]:
         """Rows by one system call each, those that span two shards by one for each part."""
         owners, seams = self._owners(starts, sequence_length)
         places = zip(owners.tolist(), (starts - self._starts[owners]).tolist(), strict=True)
@@ -197,7 +195,7 @@ class TokenShards:
         for row in seams.tolist():
             parts = self._parts(int(starts[row]), int(starts[row]) + sequence_length + 1)
             rows[row] = b"".join(self._opened(owner).read(begin, end) for owner, begin, end in parts)
-        return np.frombuffer(b"".join(rows), dtype=self._dtype).reshape(starts.size, sequence_length + 1).astype(np.int64)
+        return np.frombuffer(b"".join(rows), dtype=self._dtype).reshape(starts.size, sequence_length + 1)
 
     def _opened(self, owner: int) -> _Shard:
         """A shard about to be read; of the others no more than OPEN_FILES stay open."""

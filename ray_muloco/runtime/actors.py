@@ -185,10 +185,11 @@ class CoordinatorActor:
 
 def replica_actor(num_cpus: float, num_gpus: float) -> Any:
     """The remote class of replicas, with a thread for files beside the one for phases; a dead one is not restarted empty."""
-    return ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0, concurrency_groups={FILES: 1})(ReplicaActor)
+    decorate: Any = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0, concurrency_groups={FILES: 1})  # type: ignore[call-overload]
+    return decorate(ReplicaActor)
 
 
 def coordinator_actor(name: str, detached: bool) -> Any:
     """The remote class of the coordinator, named so that the same command finds a run that is still going on."""
-    remote = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={CONTROL: 4})(CoordinatorActor)
-    return remote.options(name=name, namespace=NAMESPACE, lifetime="detached" if detached else None, get_if_exists=detached)
+    decorate: Any = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={CONTROL: 4})  # type: ignore[call-overload]
+    return decorate(CoordinatorActor).options(name=name, namespace=NAMESPACE, lifetime="detached" if detached else None, get_if_exists=detached)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -74,7 +75,7 @@ def _cluster(config: TrainConfig) -> Iterator[tuple[TrainConfig, bool]]:
         config = with_threads(config, os.cpu_count() or 1)
         _start_private(config)
     elif not ray.is_initialized():
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     try:
         if not private:
             config = with_threads(config, int(ray.cluster_resources().get("CPU", 1)))
@@ -98,7 +99,7 @@ def _start_private(config: TrainConfig) -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray leaves a token in the home directory, which later clusters then demand
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(
-        address="local", num_cpus=max(cores, wanted), include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+        address="local", num_cpus=max(cores, wanted), include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
         object_store_memory=OBJECT_STORE_BYTES, namespace=NAMESPACE,
     )  # fmt: skip
 

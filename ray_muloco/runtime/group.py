@@ -221,7 +221,7 @@ class RayGroup:
         else:
             exchange.collect_(link, out, BUCKET_ELEMENTS)
 
-    def _attempt(self, lost: dict[int, str], dispatch: Callable[[], dict[int, Any]], act: Callable[[Group], None]) -> dict[int, Any] | None:
+    def _attempt(self, lost: dict[int, str], dispatch: Callable[[], dict[int, Any]], act: Callable[[Group], object]) -> dict[int, Any] | None:
         """One collective among all members: dispatch, join in, get. None when it failed; who is to blame is dropped."""
         begin = time.monotonic()
         try:
