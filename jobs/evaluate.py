@@ -1,7 +1,7 @@
 """Evaluate a checkpoint: nats a token, perplexity and bits a byte, on its own validation data or on any other.
 
-    python jobs/evaluate.py --checkpoint runs/tiny-muloco-k4
-    python jobs/evaluate.py --checkpoint runs/tiny-muloco-k4 --data.source my/texts --validation-tokens 1000000
+python jobs/evaluate.py --checkpoint runs/tiny-muloco-k4
+python jobs/evaluate.py --checkpoint runs/tiny-muloco-k4 --data.source my/texts --validation-tokens 1000000
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def evaluate(flags: Flags) -> dict[str, object]:
     data = trained.config.override({"data.source": flags.source}).data if flags.source else trained.config.data
     dataset = open_dataset(data, sequence_length=length, vocab_size=trained.config.model.vocab_size, cache_dir=os.path.abspath(flags.cache))
     if dataset.tokenizer.spec != trained.tokenizer.spec:
-        raise ConfigError("data.source", data.source, "was prepared with another tokenizer than the checkpoint was trained with", "prepare it with the checkpoint's tokenizer")
+        raise ConfigError(
+            "data.source", data.source, "was prepared with another tokenizer than the checkpoint was trained with", "prepare it with the checkpoint's tokenizer"
+        )
     shards = dataset.validation if flags.split == "validation" else dataset.train
     sequences = validation_sequences(flags.validation_tokens or trained.config.validation_tokens, shards.num_sequences(length), length)
     losses = sequence_losses(

@@ -189,7 +189,6 @@ def test_every_method_learns_and_all_replicas_end_with_the_same_bits(dataset: Da
     harness = Harness(toy_config(method=method, budget_tokens=40 * 8 * LENGTH), dataset)
     first, _ = harness.round()
     harness.run()
-    last, _ = first, None
     digests = harness.group.publish(harness.coordinator.theta).digests
     assert set(digests.values()) == {harness.coordinator.digest()}
     held_out = harness.group.evaluate({0: [0, 1], 1: [2, 3]})

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from ray_muloco.errors import ConfigError
@@ -114,6 +113,7 @@ class TokenShards:
         self._starts = np.cumsum([0, *(record.num_tokens for record in self.records)], dtype=np.int64)
         self._bounds: list[int] = self._starts.tolist()
         self._mapped = int(self._starts[-1]) * self._dtype.itemsize <= MAPPED_BYTES
+        self._widest = max(range(len(self.records)), key=lambda owner: self.records[owner].num_tokens, default=0)
         self._windows: dict[int, tuple[NDArray[Any], NDArray[np.int64]]] = {}
         self._open: dict[int, _Shard] = {}
 
@@ -148,7 +148,8 @@ class TokenShards:
         if int(numbers.view(np.uint64).max()) >= self.num_sequences(sequence_length):  # as unsigned, a negative one is huge
             raise IndexError(f"sequence numbers {int(numbers.min())} to {int(numbers.max())} of {self.num_sequences(sequence_length)}")
         starts = numbers * sequence_length
-        rows = self._gather(starts, sequence_length) if self._mapped else self._read(starts, sequence_length)
+        gathered = self._mapped and self.records[self._widest].num_tokens > sequence_length
+        rows = self._gather(starts, sequence_length) if gathered else self._read(starts, sequence_length)
         return rows.astype(np.int64)
 
     def _gather(self, starts: NDArray[np.int64], sequence_length: int) -> NDArray[Any]:
@@ -178,13 +179,11 @@ class TokenShards:
         if sequence_length not in self._windows:
             size = self._dtype.itemsize
             maps = [shard.tokens for shard in self._shards]
-            addresses = np.array([tokens.__array_interface__["data"][0] for tokens in maps], dtype=np.int64)
-            lowest = int(addresses.argmin())
-            elements = (addresses - addresses[lowest]) // size
-            run = np.dtype((np.void, (sequence_length + 1) * size))
-            first = np.ndarray((1,), dtype=run, buffer=maps[lowest])
-            count = int(max(at + len(tokens) for at, tokens in zip(elements, maps, strict=True))) - sequence_length
-            self._windows[sequence_length] = as_strided(first, (count,), (size,), writeable=False), elements - self._starts[:-1]
+            addresses = [tokens.__array_interface__["data"][0] for tokens in maps]
+            lowest, highest = min(addresses), max(address + tokens.nbytes for address, tokens in zip(addresses, maps, strict=True))
+            span = _Span(lowest, (highest - lowest) // size - sequence_length, size, (sequence_length + 1) * size, maps)
+            shifts = (np.array(addresses, dtype=np.int64) - lowest) // size - self._starts[:-1]
+            self._windows[sequence_length] = np.asarray(span), shifts
         return self._windows[sequence_length]
 
     def _read(self, starts: NDArray[np.int64], sequence_length: int) -> NDArray[Any]:
@@ -217,6 +216,14 @@ class TokenShards:
             parts.append((owner, start - first, end - first))
             start, owner = end, owner + 1
         return parts
+
+
+class _Span:
+    """Overlapping items of memory for NumPy: `count` of them, one every `stride` bytes from `address`. Keeps `owners` alive."""
+
+    def __init__(self, address: int, count: int, stride: int, item_bytes: int, owners: Sequence[NDArray[Any]]) -> None:
+        self.owners = owners
+        self.__array_interface__ = {"version": 3, "data": (address, True), "typestr": f"|V{item_bytes}", "shape": (count,), "strides": (stride,)}
 
 
 def _locate_tokens(path: Path, record: ShardRecord, dtype: np.dtype[Any]) -> int:

@@ -69,4 +69,3 @@ def receive_over_fabric_(peers: Group, main: Group | None, theta: Tensor, bucket
             peers.broadcast_(bucket, LOWEST)
         total += digest(bucket)
     return (total + 2**63) % 2**64 - 2**63
-
