@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -145,7 +146,7 @@ def run_processes(program: Callable[..., None], count: int, arguments: tuple[Any
     pipes, processes = [], []
     for index in range(count):
         mine, theirs = spawn.Pipe()
-        process = spawn.Process(target=program, args=(index, count, *arguments, theirs), daemon=True)
+        process = spawn.Process(target=in_own_session, args=(program, index, count, *arguments, theirs), daemon=True)
         process.start()
         pipes.append(mine)
         processes.append(process)
@@ -157,6 +158,12 @@ def run_processes(program: Callable[..., None], count: int, arguments: tuple[Any
     for process in processes:
         process.join(TIMEOUT_SECONDS)
     return seconds
+
+
+def in_own_session(program: Callable[..., None], *arguments: Any) -> None:
+    """Run a program as Ray runs its actors: Linux shares a busy machine out by session, so both sides must have one a process."""
+    os.setsid()
+    program(*arguments)
 
 
 def bare_replica(index: int, count: int, config: TrainConfig, storage: str, timed_steps: int, pipe: Any) -> None:
