@@ -142,7 +142,7 @@ def test_no_torch_optimizer_takes_the_outer_step() -> None:
 
 def test_ranks_belong_to_collectives() -> None:
     """Below runtime there are replicas with ids: a rank is a position in one group of one generation."""
-    floors = [f"ray_muloco/{floor}" for floor in ("core", "data", "training", "analysis")]
+    floors = [f"ray_muloco/{floor}" for floor in ("core", "data", "training")]
     found = {
         (path, node.lineno)
         for path, tree in sources(*floors)
