@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from ray_muloco import presets
-from ray_muloco.training import mlflow_store
-from ray_muloco.training.mlflow_store import failure_of, old_runs_notice, open_command, redacted, retrying
+from ray_muloco.training.mlflow_store import old_runs_notice
 from ray_muloco.training.tracking import QUEUE_ITEMS, DictTracker, MlflowTracker, NullTracker, Tracker, numbers_of, tracking_uri
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*:DeprecationWarning")  # SQLAlchemy about MLflow
 
 NUM_PROCESSES = 16
 SIXTEEN_WRITERS = """
@@ -115,30 +116,6 @@ def test_processes_in_other_directories_log_into_the_same_store(sixteen: tuple[P
     assert {path.name for path in (work / "storage").iterdir()} >= {"mlflow.db"}
 
 
-@pytest.mark.parametrize(
-    "given", ["", "sqlite:///other.db", "./mlruns", "file:mlruns", "sqlite:////elsewhere/a.db", "http://server:5000", "databricks", "postgresql://u@h/db"]
-)
-def test_a_tracking_uri_means_the_same_in_every_directory(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """M01: relative locations are made absolute where they are read; addresses stay as they are."""
-    monkeypatch.chdir(tmp_path)
-    uri = tracking_uri("runs", {"MLFLOW_TRACKING_URI": given})
-    monkeypatch.chdir("/")
-    assert tracking_uri("/elsewhere", {"MLFLOW_TRACKING_URI": uri}) == uri
-    if given in ("", "sqlite:///other.db"):
-        assert str(tmp_path) in uri
-    elif "//" in given or given == "databricks":
-        assert uri == given
-    else:
-        assert uri == f"file://{tmp_path}/mlruns"
-
-
-def test_the_environment_is_asked_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
-    assert tracking_uri("/runs") == "http://server:5000"
-    monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    assert tracking_uri("/runs") == "sqlite:////runs/mlflow.db"
-
-
 # ---- the retired directory format
 
 
@@ -154,12 +131,6 @@ def test_an_old_mlruns_directory_does_not_disturb_and_is_pointed_out(store: str,
     assert notice is not None
     assert store in notice
     assert f"mlflow ui --backend-store-uri {tmp_path}/mlruns" in notice
-
-
-def test_a_fresh_directory_gets_no_notice_of_old_runs(tmp_path: Path) -> None:
-    """M04: an empty directory, or one of that name without runs in it, is none."""
-    (tmp_path / "mlruns").mkdir()
-    assert old_runs_notice("sqlite:////a.db", [str(tmp_path), str(tmp_path / "nowhere")]) is None
 
 
 def test_a_store_in_the_retired_format_is_refused_with_the_way_out(warnings: list[str], tmp_path: Path) -> None:
@@ -304,27 +275,6 @@ def test_files_that_the_store_refuses_do_not_cost_the_end_of_the_run(store: str,
     assert rows(store, "select status from runs where run_uuid = ?", tracker.run_id(0)) == [("FINISHED",)]
 
 
-def test_a_locked_database_is_asked_again_until_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """M03: a writer that is only late is waited for; any other failure is not repeated."""
-    outcomes: list[Exception | str] = [sqlite3.OperationalError("database is locked"), sqlite3.OperationalError("database is locked"), "written"]
-
-    def write() -> str:
-        outcome = outcomes.pop(0)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    assert retrying(write) == "written"
-    outcomes[:] = [sqlite3.OperationalError("disk is full"), "never asked"]
-    with pytest.raises(sqlite3.OperationalError, match="full"):
-        retrying(write)
-    assert outcomes == ["never asked"]
-    monkeypatch.setattr(mlflow_store, "LOCK_DEADLINE_SECONDS", 0.0)
-    outcomes[:] = [sqlite3.OperationalError("database is locked"), "too late"]
-    with pytest.raises(sqlite3.OperationalError, match="locked"):
-        retrying(write)
-
-
 # ---- what does not happen
 
 
@@ -356,25 +306,6 @@ def test_the_silence_of_one_thread_leaves_other_threads_heard(store: str, warnin
     assert "heard during the run" in heard
     assert "heard after the run" in heard
     assert len(heard.splitlines()) == 2
-
-
-@pytest.mark.parametrize(("uri", "command"), [
-    ("sqlite:////a b/mlflow.db", "mlflow ui --backend-store-uri 'sqlite:////a b/mlflow.db'"),
-    ("http://server:5000", "http://server:5000"),
-    ("postgresql://u:secret@h/db", "mlflow ui --backend-store-uri 'postgresql://u:…@h/db'"),
-    ("file:///old/mlruns", "MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri /old/mlruns"),
-])  # fmt: skip
-def test_the_command_that_opens_a_store_can_be_pasted_and_shows_no_password(uri: str, command: str) -> None:
-    assert open_command(uri) == command
-
-
-def test_a_failure_is_one_short_line_without_passwords() -> None:
-    error = RuntimeError("could not reach\nhttp://u:secret@h " + "x" * 1000)
-    line = failure_of("http://u:secret@h", error)
-    assert "\n" not in line
-    assert "secret" not in line
-    assert len(line) <= 300
-    assert redacted("sqlite:////a@b:c/mlflow.db") == "sqlite:////a@b:c/mlflow.db"
 
 
 # ---- the other members
