@@ -7,6 +7,7 @@ asked what came along, which also sees what a library drags in.
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,7 +39,13 @@ def sources(*tops: str) -> Iterator[tuple[str, ast.Module]]:
     """(path from the root, syntax tree) of every Python file below these directories."""
     for top in tops:
         for file in sorted((ROOT / top).rglob("*.py")):
-            yield file.relative_to(ROOT).as_posix(), ast.parse(file.read_text(encoding="utf-8"))
+            yield file.relative_to(ROOT).as_posix(), parsed(file)
+
+
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    """A file's syntax tree, made once for all tests."""
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
