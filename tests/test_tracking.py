@@ -102,7 +102,7 @@ def test_sixteen_processes_that_open_a_fresh_database_at_once_lose_no_metric(six
     """M03: the schema is created once, and 16 times 500 metrics are all there, without a word on stderr."""
     work, done = sixteen
     uri = tracking_uri(str(work / "storage"), {})
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert rows(uri, "select count(*), count(distinct run_uuid), count(distinct key) from metrics") == [(NUM_PROCESSES * 500, NUM_PROCESSES, 10)]
     assert rows(uri, "select count(*) from runs where status = 'FINISHED'") == [(NUM_PROCESSES,)]
     expected = sum(number + i / 10 + r for number in range(NUM_PROCESSES) for i in range(10) for r in range(1, 51))

@@ -31,6 +31,11 @@ PARAMETER_CHARACTERS = 6000  # MLflow's limit
 TAG_CHARACTERS = 5000  # the lowest of the limits of MLflow's versions
 NAME_CHARACTERS = 250
 FLUSH_SECONDS = 60.0
+MLFLOW_DEFAULTS = {  # for this process, where the user has not set them
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # a training program does not phone home on its own account
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5",  # a minute: a server's restart, but not MLflow's four minutes
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # stdout is the display's
+}
 
 _logger = logging.getLogger(__name__)
 
@@ -251,9 +256,8 @@ class _MlflowRun:
     """The MLflow run itself; lives on one thread."""
 
     def __init__(self, uri: str, experiment: str, begin: _Begin, warn: Callable[[str], None], quieten: Callable[[], None]) -> None:
-        # a training program does not phone home on its own account; a user who wants MLflow's telemetry sets this to false
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")  # a minute: a server's restart, but not MLflow's four minutes
+        for name, value in MLFLOW_DEFAULTS.items():
+            os.environ.setdefault(name, value)
         from mlflow.tracking import MlflowClient
 
         quieten()
