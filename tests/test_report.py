@@ -226,7 +226,7 @@ def test_ticks_enclose_what_they_measure_in_even_steps(low: float, width: float,
     (formats.count(0), "0"), (formats.count(999), "999"), (formats.count(999.6), "1.00k"), (formats.count(1_234_567), "1.23M"), (formats.count(100_000), "100k"),
     (formats.count(None), "–"), (formats.count(math.nan), "–"), (formats.count(-2_500), "-2.50k"), (formats.num_bytes(1e9), "1.00 GB"), (formats.num_bytes(12), "12 B"),
     (formats.seconds(0.0123), "12.3 ms"), (formats.seconds(0), "0 s"), (formats.seconds(59.96), "1 min 00 s"), (formats.seconds(4000), "1 h 06 min"), (formats.seconds(200_000), "2 d 7 h"),
-    (formats.seconds(None), "–"), (formats.seconds(-1), "–"), (formats.fixed(2.0), "2.000"), (formats.fixed(0), "0.000"), (formats.fixed(1e-5), "1.00e-05"), (formats.fixed(math.inf), "–"),
+    (formats.seconds(None), "–"), (formats.seconds(-1), "–"), (formats.fixed(2.0), "2.000"), (formats.fixed(0), "0.000"), (formats.fixed(1e-5), "1.00e-05"), (formats.fixed(math.inf), "–"), (formats.fixed(5000, 3), "5000"), (formats.fixed(99_999, 4), "99999"),
     (formats.trimmed("2.50M"), "2.5M"), (formats.trimmed("30.0k"), "30k"), (formats.trimmed("100"), "100"), (formats.trimmed("1.00e-05"), "1e-05"), (formats.trimmed("10.05"), "10.05"),
 ])  # fmt: skip
 def test_numbers_read_as_people_write_them(text: str, expected: str) -> None:

@@ -46,6 +46,8 @@ def fixed(value: float | None, digits: int = 4) -> str:
         return DASH
     if value != 0 and not 1e-3 <= abs(value) < 1e5:
         return f"{value:.{max(digits - 2, 0)}e}"
+    if abs(value) >= 10**digits - 0.5:
+        return f"{value:.0f}"
     return f"{value:#.{digits}g}".rstrip(".")
 
 

@@ -129,7 +129,7 @@ def round_chart(title: str, records: Records, keys: Sequence[str], note: str, *,
     drawn = [key for key in keys if any(value is not None for value in values(records, key))]
     series = [Series(LABELS[key], _rounds(records), values(records, key)) for key in drawn]
     svg = line_chart(
-        series, Axes("round", title, formats.count, lambda value: formats.fixed(value, 3) if abs(value) < 1e4 else formats.count(value), from_zero=from_zero)
+        series, Axes("round", title, formats.count, lambda value: formats.fixed(value, 3) if abs(value) < 1e3 else formats.count(value), from_zero=from_zero)
     )
     return Chart(title, legend([one.label for one in series]) if len(keys) > 1 else "", svg, note)
 
