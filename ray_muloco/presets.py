@@ -109,7 +109,7 @@ def published(name: str, method: Method = "muloco", replicas: int = 1) -> TrainC
 def _byte_level(name: str, method: Method, replicas: int) -> TrainConfig:
     model = _BYTE_SHAPES[name].model()
     muon = method.startswith("mu")
-    inner = InnerConfig(lr=0.02 if muon else 0.004, adamw_lr_factor=0.25)
+    inner = InnerConfig(lr=0.02 if muon else 0.002, adamw_lr_factor=0.25)
     outer = OuterConfig(lr=0.7, momentum=0.3 if replicas <= 4 else 0.5)
     return TrainConfig(
         preset=name, method=method, model=model, inner=inner, outer=outer, scaling=ScalingConfig(num_replicas=replicas),

@@ -72,7 +72,7 @@ class FabricCoordinator:
         from ray_muloco.runtime.setup import run_on_ray
 
         wiring.choose_fabric = lambda *_: GLOO
-        return run_on_ray(config, Silent(), lambda: False)
+        return run_on_ray(config, "", Silent(), lambda: False)
 
 
 @pytest.mark.parametrize("replicas", [1, 3])

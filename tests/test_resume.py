@@ -62,7 +62,7 @@ def train(config: TrainConfig, stop_after: int = 10**9) -> tuple[dict[str, Any],
     checked = preflight.check(config)
     if checked.finished_result is not None:
         return checked.finished_result, notes
-    return run_session(checked.config, local_seats(), notes, notes.should_stop), notes
+    return run_session(checked.config, preflight.tracking_uri_of(checked.config), local_seats(), notes, notes.should_stop), notes
 
 
 def records(config: TrainConfig) -> list[dict[str, Any]]:

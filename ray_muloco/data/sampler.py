@@ -2,13 +2,14 @@
 
 Sample index i lies in epoch e = i // n at place j = i % n; the sequence read is π(j), where π is a permutation of
 [0, n) keyed by (seed, e). Membership, prefetching and resuming hold integers only, so none of them can change what is read.
-π is a Feistel network over the bits of j (Luby and Rackoff 1988), walked along its cycle until it falls inside [0, n)
+π is a Feistel network (Luby and Rackoff 1988) on a rectangle that holds [0, n), walked along its cycle until it falls inside
 (Black and Rogaway 2002): O(1) memory, and integer arithmetic that gives the same answer on every platform.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -68,18 +69,17 @@ class SampleOrder:
         return self._kept[epoch, block]
 
     def _permute(self, places: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
-        bits = max(2, (self.num_sequences - 1).bit_length())
         # narrow words are several times as fast; which are taken depends on the number of sequences alone
-        width = np.uint32 if bits <= 32 else np.uint64
-        keys = _keys(self.seed, epoch, np.dtype(width).itemsize)
-        values = _feistel(places.astype(width), bits, keys)
-        last = width(self.num_sequences - 1)
+        word = np.uint32 if self.num_sequences <= 1 << 32 else np.uint64
+        keys = _keys(self.seed, epoch, np.dtype(word).itemsize)
+        values = _feistel(places.astype(word).ravel(), self.num_sequences, keys)
+        last = word(self.num_sequences - 1)
         outside = np.flatnonzero(values > last)
-        while outside.size:  # the domain is below 2n, so each walk leaves less than half of them outside
-            walked = _feistel(values.flat[outside], bits, keys)
-            values.flat[outside] = walked
+        while outside.size:
+            walked = _feistel(values[outside], self.num_sequences, keys)
+            values[outside] = walked
             outside = outside[walked > last]
-        return values.astype(np.int64)
+        return values.astype(np.int64).reshape(places.shape)
 
 
 @lru_cache(maxsize=64)
@@ -89,34 +89,43 @@ def _keys(seed: int, epoch: int, word_bytes: int) -> tuple[np.unsignedinteger[An
     return tuple(np.frombuffer(digest, dtype=f"<u{word_bytes}").astype(f"u{word_bytes}"))
 
 
-def _feistel(values: _Words, bits: int, keys: tuple[np.unsignedinteger[Any], ...]) -> _Words:
-    """A keyed permutation of [0, 2^bits). Each round changes one half by a hash of the other, so it can be undone.
+def _feistel(values: _Words, size: int, keys: tuple[np.unsignedinteger[Any], ...]) -> _Words:
+    """A keyed permutation of [0, a b), the smallest rectangle of sides a >= b that holds `size` values.
 
-    The halves hold bits // 2 and bits - bits // 2 bits and take turns, so odd numbers of bits need no padding.
+    A value is written as x b + y. Each round adds a hash of one coordinate to the other, modulo its side, so it can be undone.
+    Less than one value in sqrt(size) of the rectangle lies beyond `size`.
     """
     word = values.dtype.type
-    right_bits = bits // 2
-    left_bits = bits - right_bits
-    left_mask, right_mask = word((1 << left_bits) - 1), word((1 << right_bits) - 1)
-    left, right = values >> word(right_bits), values & right_mask
+    a = math.isqrt(size - 1) + 1
+    b = -(-size // a)
+    x = values // word(b)
+    y = values - x * word(b)
     for number, key in enumerate(keys):
         if number % 2 == 0:
-            left ^= _hash(right, key) & left_mask
+            x = _add(x, _hash(y, key, a), a)
         else:
-            right ^= _hash(left, key) & right_mask
-    left <<= word(right_bits)
-    return left | right
+            y = _add(y, _hash(x, key, b), b)
+    return x * word(b) + y
+
+
+def _add(left: _Words, right: _Words, side: int) -> _Words:
+    """left + right modulo `side`, both below it: the difference wraps to a huge number where there is nothing to subtract."""
+    total = left + right
+    return np.minimum(total, total - left.dtype.type(side))
 
 
 _MULTIPLIERS = {4: (0x9E3779B1, 0x85EBCA77), 8: (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93)}
 
 
-def _hash(values: _Words, key: np.unsignedinteger[Any]) -> _Words:
-    """A mixing function of (value, key) whose low bits depend on all of them; multiplications wrap."""
+def _hash(values: _Words, key: np.unsignedinteger[Any], side: int) -> _Words:
+    """A number in [0, side) that depends on all bits of value and key: multiplications wrap, and the upper half of the word is scaled."""
     word = values.dtype.type
-    shift = word(4 * values.dtype.itemsize)
-    mixed = values ^ key
-    for multiplier in _MULTIPLIERS[values.dtype.itemsize]:
-        mixed *= word(multiplier)
-        mixed ^= mixed >> shift
+    half = word(4 * values.dtype.itemsize)
+    first, second = _MULTIPLIERS[values.dtype.itemsize]
+    mixed = (values ^ key) * word(first)
+    mixed ^= mixed >> half
+    mixed *= word(second)
+    mixed >>= half
+    mixed *= word(side)
+    mixed >>= half
     return mixed

@@ -11,7 +11,9 @@ Legend: n sequences asked for, T tokens a sequence.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import hashlib
+import itertools
 import os
 import weakref
 from collections.abc import Sequence
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 SHARD_TOKENS = 1 << 24
 MAPPED_BYTES = 512 << 20
 OPEN_FILES = 128
+_NOWHERE = -(1 << 62)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,17 +113,16 @@ class TokenShards:
         self.records = tuple(record for record in records if record.num_tokens)
         self._dtype = token_dtype(vocab_size)
         self._shards = [_Shard(Path(directory) / record.file, record, self._dtype) for record in self.records]
-        self._starts = np.cumsum([0, *(record.num_tokens for record in self.records)], dtype=np.int64)
-        self._bounds: list[int] = self._starts.tolist()
-        self._mapped = int(self._starts[-1]) * self._dtype.itemsize <= MAPPED_BYTES
-        self._widest = max(range(len(self.records)), key=lambda owner: self.records[owner].num_tokens, default=0)
-        self._windows: dict[int, tuple[NDArray[Any], NDArray[np.int64]]] = {}
+        self._bounds = [0, *itertools.accumulate(record.num_tokens for record in self.records)]
+        self._mapped = self.num_tokens * self._dtype.itemsize <= MAPPED_BYTES
+        self._widest = max((record.num_tokens for record in self.records), default=0)
+        self._windows: dict[int, tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]] = {}
         self._open: dict[int, _Shard] = {}
 
     @property
     def num_tokens(self) -> int:
         """Tokens N of the stream."""
-        return int(self._starts[-1])
+        return self._bounds[-1]
 
     @property
     def digest(self) -> str:
@@ -142,39 +144,27 @@ class TokenShards:
 
         Raises IndexError for a number outside [0, num_sequences(T)).
         """
-        numbers = np.ascontiguousarray(sequence_numbers, dtype=np.int64)
-        if numbers.size == 0:
-            return np.empty((0, sequence_length + 1), dtype=np.int64)
-        if int(numbers.view(np.uint64).max()) >= self.num_sequences(sequence_length):  # as unsigned, a negative one is huge
-            raise IndexError(f"sequence numbers {int(numbers.min())} to {int(numbers.max())} of {self.num_sequences(sequence_length)}")
+        numbers = np.asarray(sequence_numbers, dtype=np.int64)
+        width = sequence_length + 1
+        if not numbers.size:
+            return np.empty((0, width), dtype=np.int64)
         starts = numbers * sequence_length
-        gathered = self._mapped and self.records[self._widest].num_tokens > sequence_length
-        rows = self._gather(starts, sequence_length) if gathered else self._read(starts, sequence_length)
-        return rows.astype(np.int64)
+        if self._mapped and self._widest > sequence_length:
+            windows, edges, shifts = self._window(sequence_length)
+            with contextlib.suppress(IndexError):  # NumPy's own check finds the items that lie nowhere: a row at a seam, or none at all
+                runs = windows[starts + shifts[np.searchsorted(edges, starts, side="right")]]
+                return runs.view(self._dtype).reshape(numbers.size, width).astype(np.int64)
+        last = self.num_sequences(sequence_length) - 1
+        if int(numbers.min()) < 0 or int(numbers.max()) > last:
+            raise IndexError(f"sequence numbers {int(numbers.min())} to {int(numbers.max())}, and the last of them is {last}")
+        return self._read(starts, width).astype(np.int64)
 
-    def _gather(self, starts: NDArray[np.int64], sequence_length: int) -> NDArray[Any]:
-        """Rows [n, T + 1] from the maps with one fancy index, then the few that span two shards."""
-        windows, shifts = self._window(sequence_length)
-        if len(self._shards) == 1:
-            return windows[starts].view(self._dtype).reshape(starts.size, -1)
-        owners, seams = self._owners(starts, sequence_length)
-        places = starts + shifts[owners]
-        places[seams] = shifts[self._widest] + self._bounds[self._widest]  # a window at a seam leaves its map: read another, replace it
-        rows = windows[places].view(self._dtype).reshape(starts.size, -1)
-        for row in seams.tolist():
-            rows[row] = self.tokens(int(starts[row]), int(starts[row]) + sequence_length + 1)
-        return rows
+    def _window(self, sequence_length: int) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]:
+        """What gathers rows from any number of maps with one index that moves each run of T + 1 tokens as one item.
 
-    def _owners(self, starts: NDArray[np.int64], sequence_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The shard in which each row begins, and the rows that do not end in it."""
-        owners = np.searchsorted(self._starts, starts, side="right") - 1
-        return owners, np.flatnonzero(starts + sequence_length >= self._starts[1:][owners])
-
-    def _window(self, sequence_length: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """All runs of T + 1 tokens as items of one view, and for each shard the item of its first token less its place in the stream.
-
-        The view begins at the lowest of the maps and spans all of them with what lies between: only items inside a map may be
-        read, and `_gather` sees to that. One index then gathers from any number of shards, and moves a run as one item.
+        Returns all runs as overlapping items of one view, which begins at the lowest of the maps and spans all of them with what
+        lies between; the edges between the parts of the stream where a row lies in one map and those where it does not; and for
+        each part what takes a place in the stream to its item. Only items inside a map may be read: elsewhere the sum is no index.
         """
         if sequence_length not in self._windows:
             size = self._dtype.itemsize
@@ -182,19 +172,18 @@ class TokenShards:
             addresses = [tokens.__array_interface__["data"][0] for tokens in maps]
             lowest, highest = min(addresses), max(address + tokens.nbytes for address, tokens in zip(addresses, maps, strict=True))
             span = _Span(lowest, (highest - lowest) // size - sequence_length, size, (sequence_length + 1) * size, maps)
-            shifts = (np.array(addresses, dtype=np.int64) - lowest) // size - self._starts[:-1]
-            self._windows[sequence_length] = np.asarray(span), shifts
+            edges, shifts = [0], [_NOWHERE]  # before the stream, then in turn: a row begins and ends in this shard, only begins in it
+            for address, (start, stop) in zip(addresses, itertools.pairwise(self._bounds), strict=True):
+                edges += [max(start, stop - sequence_length), stop]
+                shifts += [(address - lowest) // size - start, _NOWHERE]
+            table = np.array([*shifts, _NOWHERE], dtype=np.int64)
+            self._windows[sequence_length] = np.asarray(span), np.array(edges, dtype=np.int64), table
         return self._windows[sequence_length]
 
-    def _read(self, starts: NDArray[np.int64], sequence_length: int) -> NDArray[Any]:
-        """Rows by one system call each, those that span two shards by one for each part."""
-        owners, seams = self._owners(starts, sequence_length)
-        places = zip(owners.tolist(), (starts - self._starts[owners]).tolist(), strict=True)
-        rows = [self._opened(owner).read(begin, begin + sequence_length + 1) for owner, begin in places]
-        for row in seams.tolist():
-            parts = self._parts(int(starts[row]), int(starts[row]) + sequence_length + 1)
-            rows[row] = b"".join(self._opened(owner).read(begin, end) for owner, begin, end in parts)
-        return np.frombuffer(b"".join(rows), dtype=self._dtype).reshape(starts.size, sequence_length + 1)
+    def _read(self, starts: NDArray[np.int64], width: int) -> NDArray[Any]:
+        """Rows [n, width] by one system call each, or one for each shard where they span two."""
+        parts = [self._opened(owner).read(begin, end) for start in starts.tolist() for owner, begin, end in self._parts(start, start + width)]
+        return np.frombuffer(b"".join(parts), dtype=self._dtype).reshape(starts.size, width)
 
     def _opened(self, owner: int) -> _Shard:
         """A shard about to be read; of the others no more than OPEN_FILES stay open."""

@@ -130,19 +130,19 @@ class CoordinatorActor:
         self._fetched = threading.Event()
         self._begun = False
 
-    def start(self, config: TrainConfig, exit_unfetched: bool) -> str:
+    def start(self, config: TrainConfig, tracking_uri: str, exit_unfetched: bool) -> str:
         """Begin the session, once: `begun`, or what it is since an earlier driver began it, `running` or `ended`."""
         if self._begun:
             return "running" if self._outcome is None else "ended"
         self._begun = True
-        threading.Thread(target=self._run, args=(config, exit_unfetched), name="session", daemon=True).start()
+        threading.Thread(target=self._run, args=(config, tracking_uri, exit_unfetched), name="session", daemon=True).start()
         return "begun"
 
-    def _run(self, config: TrainConfig, exit_unfetched: bool) -> None:
+    def _run(self, config: TrainConfig, tracking_uri: str, exit_unfetched: bool) -> None:
         try:
             from ray_muloco.runtime.setup import run_on_ray
 
-            self._outcome = ("result", run_on_ray(config, self, self._stop.is_set))
+            self._outcome = ("result", run_on_ray(config, tracking_uri, self, self._stop.is_set))
         except (ConfigError, RunError) as error:
             self._outcome = ("error", error)
         except Exception as error:  # the driver, another process, raises it with the traceback as text

@@ -23,7 +23,7 @@ from ray_muloco.runtime.actors import NAMESPACE, coordinator_actor
 from ray_muloco.runtime.capacity import MAX_REPLICAS_A_CORE, num_placeable
 from ray_muloco.training import preflight
 from ray_muloco.training.metrics import Result
-from ray_muloco.training.preflight import result_of, with_threads
+from ray_muloco.training.preflight import result_of, tracking_uri_of, with_threads
 from ray_muloco.training.signals import stop_signals
 
 OBJECT_STORE_BYTES = 100 * 2**20  # tensors travel by collectives; the store carries plans and reports
@@ -156,7 +156,7 @@ def _find_or_start(config: TrainConfig, joined: bool) -> tuple[Any, bool]:
     while True:
         with contextlib.suppress(RayActorError):  # it ended while we asked
             coordinator = actor.remote()
-            state = ray.get(coordinator.start.remote(config, joined), timeout=config.scaling.placement_timeout_seconds)
+            state = ray.get(coordinator.start.remote(config, tracking_uri_of(config), joined), timeout=config.scaling.placement_timeout_seconds)
             if state != "ended":
                 return coordinator, state == "running"
             ray.kill(coordinator)

@@ -9,13 +9,18 @@ Why not Ray's own GLOO: its groups are sub-groups of the first group a process e
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ray_muloco.runtime.shared_board import Board, Offer, map_all
+
 REDUCE_OPS = {"SUM": dist.ReduceOp.SUM, "PRODUCT": dist.ReduceOp.PRODUCT, "MIN": dist.ReduceOp.MIN, "MAX": dist.ReduceOp.MAX}
+COMBINE: dict[str, Any] = {"SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}
 NUM_SENDING_THREADS = 2
 
 
@@ -94,7 +99,8 @@ class Transport:
 class GlooTransport(Transport):
     """CPU tensors of any gloo type: fp64, fp32, fp16, bf16, int8, uint8, int32, int64, bool (sums of int8 wrap).
 
-    Legend: world_size ranks in [0, world_size).
+    Members that all share one machine exchange through memory and meet over Gloo, with the same bounds and failures:
+    sums then run in rank order. `shared` says so, the same on every member.
     """
 
     def __init__(self, store: Any, *, rank: int, world_size: int, host: str, timeout_seconds: float) -> None:
@@ -110,3 +116,73 @@ class GlooTransport(Transport):
         # not lazy: a member that cannot be reached shows now and not in the middle of a sum
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
         super().__init__(dist.ProcessGroupGloo(store, rank, world_size, options))
+        self._rank, self._board = rank, None
+        self._board = self._share(store, world_size)
+
+    @property
+    def shared(self) -> bool:
+        """Whether tensors go through memory, and sums in rank order."""
+        return self._board is not None
+
+    def close(self) -> None:
+        """Let go of the sockets and of the memory. Idempotent."""
+        super().close()
+        self._board = None
+
+    def allreduce(self, tensor: Tensor, operation: str) -> None:
+        """tensor <- op over all ranks, everywhere, in place."""
+        if self._board is None:
+            super().allreduce(tensor, operation)
+            return
+        for piece, slots in self._board.walk(tensor.view(-1)):
+            slots[self._rank].copy_(piece)
+            self.barrier()
+            shares = [slot.tensor_split(len(slots)) for slot in slots]  # each rank sums one share of the piece
+            shares[self._rank][self._rank].copy_(_combined([share[self._rank] for share in shares], operation))
+            self.barrier()
+            for share, part in enumerate(piece.tensor_split(len(slots))):
+                part.copy_(shares[share][share])
+
+    def reduce(self, tensor: Tensor, root: int, operation: str) -> None:
+        """tensor <- op over all ranks at root; elsewhere the tensor is scratch and its content afterwards undefined."""
+        if self._board is None:
+            super().reduce(tensor, root, operation)
+            return
+        for piece, slots in self._board.walk(tensor.view(-1)):
+            if self._rank != root or root != 0:
+                slots[self._rank].copy_(piece)
+            self.barrier()
+            if self._rank == root:
+                total = piece if root == 0 else piece.copy_(slots[0])
+                for slot in slots[1:]:
+                    COMBINE[operation](total, slot, out=total)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """tensor <- the root's tensor, in place."""
+        if self._board is None:
+            super().broadcast(tensor, root)
+            return
+        for piece, slots in self._board.walk(tensor.view(-1)):
+            if self._rank == root:
+                slots[root].copy_(piece)
+            self.barrier()
+            if self._rank != root:
+                piece.copy_(slots[root])
+
+    def _share(self, store: Any, world_size: int) -> Board | None:
+        """The members' common memory, if every one of them can see that of all the others."""
+        offer = Offer(store, self._rank)
+        try:
+            board = map_all(store, world_size)
+            everyone = torch.tensor([int(board is not None)])
+            self.allreduce(everyone, "MIN")
+            return board if everyone.item() else None
+        finally:
+            offer.close()
+
+
+def _combined(values: Sequence[Tensor], operation: str) -> Tensor:
+    total = values[0].clone()
+    for value in values[1:]:
+        COMBINE[operation](total, value, out=total)
+    return total

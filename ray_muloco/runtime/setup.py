@@ -22,12 +22,12 @@ from ray_muloco.training.replica import Replica
 from ray_muloco.training.session import Seats, run_session
 
 
-def run_on_ray(config: TrainConfig, listener: Listener, should_stop: Callable[[], bool]) -> dict[str, Any]:
+def run_on_ray(config: TrainConfig, tracking_uri: str, listener: Listener, should_stop: Callable[[], bool]) -> dict[str, Any]:
     """The session over replica actors; the actors start at once and come up while the session reads its files."""
     torch.set_num_threads(max(1, config.scaling.threads_per_replica))
     seats = RaySeats(config)
     try:
-        return run_session(config, Seats(seats.native_bf16, seats.group), listener, should_stop)
+        return run_session(config, tracking_uri, Seats(seats.native_bf16, seats.group), listener, should_stop)
     finally:
         seats.close()
 

@@ -10,7 +10,7 @@ import torch
 from ray_muloco.config import TrainConfig
 from ray_muloco.training import preflight
 from ray_muloco.training.metrics import Result
-from ray_muloco.training.preflight import result_of, with_threads
+from ray_muloco.training.preflight import result_of, tracking_uri_of, with_threads
 from ray_muloco.training.session import local_seats, run_session
 from ray_muloco.training.signals import stop_signals
 
@@ -26,6 +26,6 @@ def fit_local(config: TrainConfig, *, listener: Any) -> Result:
     torch.set_num_threads(config.scaling.threads_per_replica)
     try:
         with stop_signals() as stopping:
-            return result_of(run_session(config, local_seats(), listener, stopping), checked.run_path)
+            return result_of(run_session(config, tracking_uri_of(config), local_seats(), listener, stopping), checked.run_path)
     finally:
         torch.set_num_threads(before)

@@ -16,6 +16,7 @@ from ray_muloco.data.dataset import check_source
 from ray_muloco.errors import ConfigError
 from ray_muloco.training import storage
 from ray_muloco.training.metrics import Result
+from ray_muloco.training.tracking import tracking_uri
 
 # What a resumed run may change: who computes and what is kept, never what is computed. A longer budget is allowed too.
 _CHECKPOINT_NAME = re.compile(r"round-\d+(-\d+)?")
@@ -139,3 +140,8 @@ def result_of(summary: dict[str, Any], run_path: str) -> Result:
     """The Result of a run from its result.json and metrics.jsonl."""
     metrics = storage.read_metrics(os.path.join(storage.local_directory(run_path), "metrics.jsonl"))
     return Result(summary["val_loss"], summary["rounds"], summary["tokens"], run_path, metrics, summary["status"], summary)
+
+
+def tracking_uri_of(config: TrainConfig) -> str:
+    """Where the runs of this storage path are tracked, as this process's environment says."""
+    return tracking_uri(storage.local_directory(config.run.storage_path))

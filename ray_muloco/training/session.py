@@ -16,7 +16,6 @@ from ray_muloco.config import TrainConfig
 from ray_muloco.core.precision import native_bf16
 from ray_muloco.data.dataset import Dataset, open_dataset
 from ray_muloco.errors import ConfigError, RunError
-from ray_muloco.training import storage
 from ray_muloco.training.checkpoint import CheckpointRef, open_checkpoint
 from ray_muloco.training.coordinator import Coordinator
 from ray_muloco.training.evaluate import validation_sequences
@@ -24,7 +23,7 @@ from ray_muloco.training.group import LocalGroup, ReplicaGroup, replica_file
 from ray_muloco.training.inference import TOKENIZER_FILE, pack_text
 from ray_muloco.training.ledger import Ledger, Listener
 from ray_muloco.training.loop import train
-from ray_muloco.training.tracking import MlflowTracker, NullTracker, Tracker, tracking_uri
+from ray_muloco.training.tracking import MlflowTracker, NullTracker, Tracker
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +39,13 @@ def local_seats() -> Seats:
     return Seats(lambda: native_bf16("cpu"), lambda dataset, data_dir: LocalGroup(dataset))
 
 
-def run_session(config: TrainConfig, seats: Seats, listener: Listener, should_stop: Callable[[], bool]) -> dict[str, Any]:
+def run_session(config: TrainConfig, tracking_uri: str, seats: Seats, listener: Listener, should_stop: Callable[[], bool]) -> dict[str, Any]:
     """Train a checked configuration to its end, or to a requested stop; returns result.json's content.
 
+    tracking_uri: MLflow's, as the driver's environment says: the coordinator's process has another environment.
     Raises ConfigError for input that only the cluster could refuse, RunError when the run gave up.
     """
-    tracker = make_tracker(config)
+    tracker: Tracker = MlflowTracker(tracking_uri, warn=listener.message) if config.run.tracker == "mlflow" else NullTracker()
     ledger = Ledger(config, tracker, listener)
     status = "FAILED"
     group: ReplicaGroup | None = None
@@ -67,7 +67,7 @@ def run_session(config: TrainConfig, seats: Seats, listener: Listener, should_st
         )
         if dataset.tokenizer.spec != "bytes":
             ledger.more_files = {TOKENIZER_FILE: {"tokenizer": pack_text(dataset.tokenizer.spec)}}
-        listener.info(describe(config, coordinator, dataset, resumed, ledger))
+        listener.info({**describe(config, coordinator, dataset, resumed, ledger), "tracking_uri": tracking_uri})
         group = seats.group(dataset, ledger.data_dir)
         group.start(config, coordinator.progress.generation + bool(resumed), inner_states(config, resumed))
         first_publish(coordinator, group)
@@ -126,13 +126,6 @@ def first_publish(coordinator: Coordinator, group: ReplicaGroup) -> None:
         causes = [f"replica {k} holds other parameters than the coordinator" for k in strays] + [f"replica {k}: {cause}" for k, cause in published.lost.items()]
         raise RunError("replicas disagree at the start", "; ".join(causes))
     coordinator.regrouped(group.generation)
-
-
-def make_tracker(config: TrainConfig) -> Tracker:
-    """The tracker a configuration asks for."""
-    if config.run.tracker == "none":
-        return NullTracker()
-    return MlflowTracker(tracking_uri(storage.local_directory(config.run.storage_path)))
 
 
 def describe(config: TrainConfig, coordinator: Coordinator, dataset: Dataset, resumed: CheckpointRef | None, ledger: Ledger) -> dict[str, Any]:
