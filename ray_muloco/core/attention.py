@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ray_muloco.core.layers import apply, inverse_rms, inverse_rms_backward_
+from ray_muloco.core.layers import apply, inverse_rms, unit_backward_
 
 # Up to this length the T x T weights that the explicit form keeps for its backward pass take less memory than all else.
 EXPLICIT_MAX_LENGTH = 1024
@@ -83,10 +83,10 @@ class _Heads(Function):
     def forward(ctx: Any, qkv: Tensor, q_gain: Tensor, k_gain: Tensor, epsilon: float, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         width = q_gain.shape[0]
         heads = qkv.view(*qkv.shape[:2], 3, -1, width).permute(2, 0, 3, 1, 4).contiguous()  # [3, B, H, T, C]
-        x = heads[:2].float()
+        x = heads[:2].to(torch.float32, copy=True)
         inverse = inverse_rms(x, epsilon)
         gain = torch.stack((q_gain * width**-0.5, k_gain)).view(2, 1, 1, 1, width)
-        q, k = _turn(x * inverse * gain, rotary).to(qkv.dtype)
+        q, k = _turn(x.mul_(inverse).mul_(gain), rotary).to(qkv.dtype)
         ctx.save_for_backward(heads[:2], inverse, gain, rotary)
         return q, k, heads[2]
 
@@ -97,8 +97,10 @@ class _Heads(Function):
         heads = torch.stack((grad_q, grad_k, grad_v))  # [3, B, H, T, C]
         grad = _turn(heads[:2].float(), rotary, back=True)
         unit = x.float() * inverse
-        grad_gain = (grad * unit).sum((1, 2, 3))
-        heads[:2] = inverse_rms_backward_(grad.mul_(gain), unit, inverse)
+        product = grad * unit
+        grad_gain = product.sum((1, 2, 3))
+        along = product.mul_(gain).mean(-1, keepdim=True)
+        heads[:2] = unit_backward_(grad.mul_(gain), unit, inverse, along)
         return heads.permute(1, 3, 0, 2, 4).flatten(2), grad_gain[0] * gain.shape[-1] ** -0.5, grad_gain[1], None, None
 
 

@@ -57,9 +57,11 @@ def inverse_rms(x: Tensor, epsilon: float) -> Tensor:
     return norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
 
 
-def inverse_rms_backward_(grad: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
-    """In place: the gradient of unit = x * inverse_rms(x) becomes that of x, (g - unit * mean(g * unit)) / rms; all fp32."""
-    along = (grad * unit).mean(-1, keepdim=True)
+def unit_backward_(grad: Tensor, unit: Tensor, inverse: Tensor, along: Tensor) -> Tensor:
+    """In place: the gradient g of unit = x * inverse_rms(x) becomes that of x, (g - unit * along) / rms; all fp32.
+
+    along = mean(g * unit) over the last dimension, kept.
+    """
     return grad.addcmul_(unit, along, value=-1).mul_(inverse)
 
 
@@ -95,16 +97,21 @@ class _NormProject(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         unit, inverse, weight, gain, *weights = ctx.saved_tensors
-        grad_x = inverse_rms_backward_((grad @ weight).float(), unit.float(), inverse)
+        grad_x, unit32 = (grad @ weight).float(), unit.float()
+        grad_x = unit_backward_(grad_x, unit32, inverse, (grad_x * unit32).mean(-1, keepdim=True))
         if not any(ctx.needs_input_grad[1:]):
             return grad_x, None, None, None, *[None] * len(weights)
         grad_weight = (_rows(grad).t() @ _rows(unit)).float()  # of the weights with the gain in them
         grad_gain = (grad_weight * _stack(weights)).sum(0)
-        return grad_x, grad_gain, None, None, *grad_weight.mul_(gain).split([w.shape[0] for w in weights])
+        return grad_x, grad_gain, None, None, *_split(grad_weight.mul_(gain), weights)
 
 
 def _stack(weights: Sequence[Tensor]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+
+
+def _split(stacked: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return torch.split_with_sizes(stacked, [w.shape[0] for w in weights])
 
 
 class _AddRMSNorm(Function):
@@ -120,8 +127,9 @@ class _AddRMSNorm(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, inverse, gain = ctx.saved_tensors
         unit = x.float() * inverse
-        grad_gain = _rows(grad * unit).sum(0)
-        return grad, inverse_rms_backward_(grad * gain, unit, inverse).to(x.dtype), grad_gain, None
+        product = grad * unit
+        along = (product @ gain).div_(gain.shape[0]).unsqueeze(-1)
+        return grad, unit_backward_(grad * gain, unit, inverse, along).to(x.dtype), _rows(product).sum(0), None
 
 
 class _SwiGLUProject(Function):
