@@ -44,7 +44,7 @@ def open_dataset(data: DataConfig, *, sequence_length: int, vocab_size: int, cac
 
     Raises ConfigError for a source, tokenizer or vocabulary that cannot be used, RunError("storage", …) if the cache cannot be written.
     """
-    prepared = find_prepared(data)
+    prepared = find_prepared(data.source)
     if prepared is not None:
         _require_usable(prepared, data, sequence_length, vocab_size)
         return _dataset(mirror(prepared, cache_dir))
@@ -66,7 +66,7 @@ def check_source(data: DataConfig, *, sequence_length: int, vocab_size: int) -> 
 
     Raises ConfigError as `open_dataset` does.
     """
-    prepared = find_prepared(data)
+    prepared = find_prepared(data.source)
     if prepared is not None:
         _require_usable(prepared, data, sequence_length, vocab_size)
         return
@@ -156,7 +156,7 @@ def _whole(directory: Path) -> Prepared | None:
     if not (directory / build.MANIFEST).is_file():
         return None
     try:
-        found = find_prepared(DataConfig(source=str(directory)))
+        found = find_prepared(str(directory))
         if found is not None:
             open_prepared(found)
     except ConfigError:

@@ -7,12 +7,12 @@ for without a deadline.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray_muloco.errors import ConfigError, RunError
@@ -87,15 +87,22 @@ def resolve(location: str, field: str = "data.source") -> Location:
     from pyarrow import fs
 
     if not is_uri(location):
-        return Location(fs.LocalFileSystem(), str(Path(os.path.abspath(Path(location).expanduser()))), location, field)
-    uri = location
-    if uri.startswith(("gs://", "gcs://")) and "retry_limit_seconds" not in uri:  # its default is to retry for a quarter of an hour
-        uri += ("&" if "?" in uri else "?") + f"retry_limit_seconds={REMOTE_DEADLINE_SECONDS / 2:g}"
+        return Location(fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(location)), location, field)
     plain = without_secrets(location)
     unresolved = Location(fs.LocalFileSystem(), plain, plain, field)
     with reading(unresolved, "names a place that cannot be reached"):
-        filesystem, path = _within_deadline(unresolved, lambda: fs.FileSystem.from_uri(uri), remote=True)
+        filesystem, path = _within_deadline(unresolved, lambda: _from_uri(location), remote=True)
     return Location(filesystem, path, plain, field)
+
+
+@functools.lru_cache(maxsize=64)
+def _from_uri(uri: str) -> tuple[fs.FileSystem, str]:
+    """Kept, because finding a bucket's region takes a conversation over the network."""
+    from pyarrow import fs
+
+    if uri.startswith(("gs://", "gcs://")) and "retry_limit_seconds" not in uri:  # its default is to retry for a quarter of an hour
+        uri += ("&" if "?" in uri else "?") + f"retry_limit_seconds={REMOTE_DEADLINE_SECONDS / 2:g}"
+    return fs.FileSystem.from_uri(uri)
 
 
 def _within_deadline(location: Location, work: Callable[[], _T], seconds: float = REMOTE_DEADLINE_SECONDS, remote: bool = False) -> _T:

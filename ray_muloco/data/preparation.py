@@ -63,7 +63,7 @@ def check(data: DataConfig, output: str, *, sequence_length: int = MODEST_SEQUEN
         if value < least:
             raise ConfigError(field, value, f"must be an integer of at least {least}")
     for field, source in (("data.source", data.source), ("data.validation-source", data.validation_source)):
-        if source and find_prepared(DataConfig(source=source), allow_unfinished=True) is not None:
+        if source and find_prepared(source, field, allow_unfinished=True) is not None:
             raise ConfigError(field, without_secrets(source), "is prepared already", "pass it to jobs/train.py as --data.source")
     trained = bpe_size(data.tokenizer) is not None
     tokenizer = None if trained else load_tokenizer(data.tokenizer)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_muloco.config import DataConfig
 from ray_muloco.data.build import FORMAT, MANIFEST, STATE, TOKENIZER
 from ray_muloco.data.cache import once
 from ray_muloco.data.corpus import EMBEDDED
@@ -34,19 +33,19 @@ class Prepared:
         return [ShardRecord(**shard) for shard in self.manifest["splits"][side]["shards"]]
 
 
-def find_prepared(data: DataConfig, *, allow_unfinished: bool = False) -> Prepared | None:
-    """The prepared shards that a configuration's source names, None if it is something else.
+def find_prepared(source: str, field: str = "data.source", *, allow_unfinished: bool = False) -> Prepared | None:
+    """The prepared shards that a source names, None if it is something else.
 
     Raises ConfigError for shards of another version, for a damaged manifest and for a directory whose preparation was interrupted.
     """
-    if data.source == EMBEDDED:
+    if source == EMBEDDED:
         return None
-    location = resolve(data.source)
+    location = resolve(source, field)
     if location.info().type.name != "Directory":
         return None
     if not location.child(MANIFEST).info().is_file:
         if not allow_unfinished and location.child(STATE).child("plan.json").info().is_file:
-            raise ConfigError("data.source", location.text, "was not prepared to the end", "run the same jobs/prepare.py again: it goes on where it stopped")
+            raise ConfigError(field, location.text, "was not prepared to the end", "run the same jobs/prepare.py again: it goes on where it stopped")
         return None
     try:
         manifest = json.loads(location.child(MANIFEST).read_bytes())
@@ -56,7 +55,7 @@ def find_prepared(data: DataConfig, *, allow_unfinished: bool = False) -> Prepar
     if not isinstance(version, str) or not version.startswith(_FAMILY):
         return None
     if version != FORMAT:
-        raise ConfigError("data.source", location.text, f"holds {version!r}; this program reads {FORMAT!r}", "prepare it again")
+        raise ConfigError(field, location.text, f"holds {version!r}; this program reads {FORMAT!r}", "prepare it again")
     prepared = Prepared(location, manifest)
     try:
         counts = [sum(record.num_tokens for record in prepared.records(side)) for side in (TRAIN, VALIDATION)]
@@ -68,7 +67,7 @@ def find_prepared(data: DataConfig, *, allow_unfinished: bool = False) -> Prepar
             if not isinstance(manifest[key], kind):
                 raise TypeError(f"{key} is {manifest[key]!r}")
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError("data.source", location.child(MANIFEST).text, f"is damaged ({type(error).__name__}: {error})", "prepare it again") from None
+        raise ConfigError(field, location.child(MANIFEST).text, f"is damaged ({type(error).__name__}: {error})", "prepare it again") from None
     return prepared
 
 

@@ -230,7 +230,8 @@ def _locate_tokens(path: Path, record: ShardRecord, dtype: np.dtype[Any]) -> int
             start = source.read_buffer(1).address
             buffer = column.buffers()[1]
             kind = pa.uint16() if dtype.itemsize == 2 else pa.uint32()
-            if reader.num_record_batches != 1 or column.type != kind or len(column) != record.num_tokens:
+            aligned = (buffer.address - start) % dtype.itemsize == 0
+            if not aligned or reader.num_record_batches != 1 or column.type != kind or len(column) != record.num_tokens:
                 raise ConfigError("data.source", str(path), f"is no shard of {record.num_tokens} tokens of {kind}", "prepare it again")
             return buffer.address - start
     except (OSError, pa.ArrowException, IndexError) as error:
