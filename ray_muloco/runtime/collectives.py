@@ -68,6 +68,15 @@ class Group:
         self._failure: CollectiveError | None = None
         self._lock = threading.Lock()
 
+    @property
+    def shared(self) -> bool:
+        """Whether all members share one machine's memory, the same on every member; their sums then run in rank order."""
+        from ray.util import collective
+
+        if self.backend != GLOO or self._failure is not None:
+            return False
+        return cast(Any, collective.get_group_handle(self.name)).transport.shared
+
     def reduce_(self, buffer: Tensor, root: int = 0) -> None:
         """buffer <- sum over all ranks at root. Elsewhere the buffer is scratch: its content afterwards is undefined."""
         self._call("reduce", buffer, dst_rank=root)
@@ -205,7 +214,7 @@ def _backend_class(name: str) -> Any:
             super().__init__(world_size, rank, group_name)
             if group_name not in _forming:
                 raise RuntimeError(f"{name} groups are entered through ray_muloco.runtime.collectives.join")
-            self._transport = _forming[group_name]()
+            self.transport = _forming[group_name]()
 
         @classmethod
         def backend(cls) -> str:
@@ -216,30 +225,30 @@ def _backend_class(name: str) -> Any:
             return True  # the transport refuses with its reason, which Ray's own refusal does not give
 
         def destroy_group(self) -> None:
-            self._transport.close()
+            self.transport.close()
 
         def allreduce(self, tensor: Any, allreduce_options: Any = None) -> None:
-            self._transport.allreduce(tensor[0], allreduce_options.reduceOp.name)
+            self.transport.allreduce(tensor[0], allreduce_options.reduceOp.name)
 
         def reduce(self, tensor: Any, reduce_options: Any = None) -> None:
-            self._transport.reduce(tensor[0], reduce_options.root_rank, reduce_options.reduceOp.name)
+            self.transport.reduce(tensor[0], reduce_options.root_rank, reduce_options.reduceOp.name)
 
         def broadcast(self, tensor: Any, broadcast_options: Any = None) -> None:
-            self._transport.broadcast(tensor[0], broadcast_options.root_rank)
+            self.transport.broadcast(tensor[0], broadcast_options.root_rank)
 
         def allgather(self, tensor_list: Any, tensor: Any, allgather_options: Any = None) -> None:
-            self._transport.allgather(tensor_list[0], tensor[0])
+            self.transport.allgather(tensor_list[0], tensor[0])
 
         def reducescatter(self, tensor: Any, tensor_list: Any, reducescatter_options: Any = None) -> None:
-            self._transport.reduce_scatter(tensor[0], tensor_list[0], reducescatter_options.reduceOp.name)
+            self.transport.reduce_scatter(tensor[0], tensor_list[0], reducescatter_options.reduceOp.name)
 
         def send(self, tensor: Any, send_options: Any) -> None:
-            self._transport.send(tensor[0], send_options.dst_rank)
+            self.transport.send(tensor[0], send_options.dst_rank)
 
         def recv(self, tensor: Any, recv_options: Any) -> None:
-            self._transport.recv(tensor[0], recv_options.src_rank)
+            self.transport.recv(tensor[0], recv_options.src_rank)
 
         def barrier(self, barrier_options: Any = None) -> None:
-            self._transport.barrier()
+            self.transport.barrier()
 
     return Backend

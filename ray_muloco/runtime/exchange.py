@@ -4,9 +4,10 @@ Coordinator: `collect_`, then (after the outer step) `publish`. Replicas: `contr
 buckets of the flat layout in the same order, so staging memory does not grow with the model: B bounds a transfer, and
 what is staged for the sum is bounded besides. Between CPUs the broadcast stages nothing, and likes a large B.
 
-Up to RANK_ORDER_MAX_REPLICAS replicas send to the coordinator, which adds in rank order: the same bits as a sum in one
-process, for K transfers into one node, all at once. More replicas sum around Gloo's ring, whose cost a node does not
-depend on K; the same members give the same bits every time, but not those of the rank order.
+The sum runs in rank order, with the same bits as in one process, when all members share one machine (through memory), or
+when there are at most RANK_ORDER_MAX_REPLICAS: these send to the coordinator, all at once, K transfers into one node. More
+replicas on several machines sum around Gloo's ring, whose cost a node does not depend on K; the same members give the
+same bits every time, but not those of the rank order.
 
 Legend: flat fp32 buffers of P elements; buckets of B elements, the last one shorter; K replicas.
 Every function raises CollectiveError: when members disagree about P, type or B (naming who), when one died, or in time.
@@ -38,7 +39,7 @@ def contribute(group: Group, *, start: Tensor, end: Tensor, scale: float, bucket
     """
     bucket_elements = _fitting(bucket_elements, group)
     agree_on(group, "sum", start, bucket_elements)
-    hand_in = group.send if _in_rank_order(group) else group.reduce_
+    hand_in = group.send if _in_lanes(group) else group.reduce_
     slots = _staging(group, "contribute", 2, bucket_elements, start)
     with ThreadPoolExecutor(1) as wire:
         on_the_wire: Future[None] | None = None
@@ -55,8 +56,8 @@ def collect_(group: Group, psi: Tensor, bucket_elements: int) -> None:
     """Coordinator's half of the sum: psi (on the CPU) <- sum of what the replicas contribute."""
     bucket_elements = _fitting(bucket_elements, group)
     agree_on(group, "sum", psi, bucket_elements)
-    if _in_rank_order(group):
-        _collect_in_rank_order_(group, psi, bucket_elements)
+    if _in_lanes(group):
+        _collect_in_lanes_(group, psi, bucket_elements)
         return
     for part in buckets(psi, bucket_elements):
         group.reduce_(psi[part].zero_(), COORDINATOR_RANK)
@@ -88,7 +89,7 @@ def buckets(flat: Tensor, bucket_elements: int) -> Iterator[slice]:
         yield slice(begin, min(begin + bucket_elements, flat.numel()))
 
 
-def _collect_in_rank_order_(group: Group, psi: Tensor, bucket_elements: int) -> None:
+def _collect_in_lanes_(group: Group, psi: Tensor, bucket_elements: int) -> None:
     """Receive a bucket from every replica at once, add them in order; the next bucket travels meanwhile."""
     ranks = range(1, group.world_size)
     slots = _staging(group, "collect", 2 * len(ranks), bucket_elements, psi)
@@ -138,13 +139,14 @@ def _delta(group: Group, start: Tensor, end: Tensor, scale: float, slot: Tensor)
     return delta if work is delta else delta.copy_(work)
 
 
-def _in_rank_order(group: Group) -> bool:
-    return group.world_size - 1 <= RANK_ORDER_MAX_REPLICAS
+def _in_lanes(group: Group) -> bool:
+    """Whether each replica sends to the coordinator by itself."""
+    return not group.shared and group.world_size - 1 <= RANK_ORDER_MAX_REPLICAS
 
 
 def _fitting(bucket_elements: int, group: Group) -> int:
     """At most the bucket of which all that a member stages of it stays below the bound; the same on every member."""
-    num_slots = 2 * max(1, group.world_size - 1 if _in_rank_order(group) else 1)
+    num_slots = 2 * max(1, group.world_size - 1 if _in_lanes(group) else 1)
     return min(bucket_elements, SUM_STAGING_BYTES // (4 * num_slots))
 
 

@@ -9,7 +9,8 @@ Why not Ray's own GLOO: its groups are sub-groups of the first group a process e
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -85,10 +86,15 @@ class Transport:
         self._run("barrier")
 
     def _run(self, method: str, *arguments: Any) -> None:
-        if self._group is None:
-            raise RuntimeError("the group is closed")
-        try:
+        with self._dropping_on_failure():
+            if self._group is None:
+                raise RuntimeError("the group is closed")
             getattr(self._group, method)(*arguments).wait()
+
+    @contextmanager
+    def _dropping_on_failure(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             # a frame kept alive by the traceback would keep the sockets open
             traceback.clear_frames(error.__traceback__)
@@ -117,7 +123,7 @@ class GlooTransport(Transport):
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
         super().__init__(dist.ProcessGroupGloo(store, rank, world_size, options))
         self._rank, self._board = rank, None
-        self._board = self._share(store, world_size)
+        self._board = self._share(store, world_size, timeout_seconds)
 
     @property
     def shared(self) -> bool:
@@ -127,53 +133,77 @@ class GlooTransport(Transport):
     def close(self) -> None:
         """Let go of the sockets and of the memory. Idempotent."""
         super().close()
-        self._board = None
+        board, self._board = self._board, None
+        if board is not None:
+            board.close()
 
     def allreduce(self, tensor: Tensor, operation: str) -> None:
         """tensor <- op over all ranks, everywhere, in place."""
-        if self._board is None:
+        board = self._board
+        if board is None:
             super().allreduce(tensor, operation)
             return
-        for piece, slots in self._board.walk(tensor.view(-1)):
-            slots[self._rank].copy_(piece)
-            self.barrier()
-            shares = [slot.tensor_split(len(slots)) for slot in slots]  # each rank sums one share of the piece
-            shares[self._rank][self._rank].copy_(_combined([share[self._rank] for share in shares], operation))
-            self.barrier()
-            for share, part in enumerate(piece.tensor_split(len(slots))):
-                part.copy_(shares[share][share])
+        with self._dropping_on_failure():
+            for piece, slots in board.walk(tensor.view(-1)):
+                slots[self._rank].copy_(piece)
+                board.meet()
+                shares = [slot.tensor_split(len(slots)) for slot in slots]  # each rank sums one share of the piece
+                shares[self._rank][self._rank].copy_(_combined([share[self._rank] for share in shares], operation))
+                board.meet()
+                for share, part in enumerate(piece.tensor_split(len(slots))):
+                    part.copy_(shares[share][share])
 
     def reduce(self, tensor: Tensor, root: int, operation: str) -> None:
         """tensor <- op over all ranks at root; elsewhere the tensor is scratch and its content afterwards undefined."""
-        if self._board is None:
+        board = self._board
+        if board is None:
             super().reduce(tensor, root, operation)
             return
-        for piece, slots in self._board.walk(tensor.view(-1)):
-            if self._rank != root or root != 0:
-                slots[self._rank].copy_(piece)
-            self.barrier()
-            if self._rank == root:
-                total = piece if root == 0 else piece.copy_(slots[0])
-                for slot in slots[1:]:
-                    COMBINE[operation](total, slot, out=total)
+        with self._dropping_on_failure():
+            for piece, slots in board.walk(tensor.view(-1)):
+                if self._rank != root or root != 0:
+                    slots[self._rank].copy_(piece)
+                board.meet()
+                if self._rank == root:
+                    total = piece if root == 0 else piece.copy_(slots[0])
+                    for slot in slots[1:]:
+                        COMBINE[operation](total, slot, out=total)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """tensor <- the root's tensor, in place."""
-        if self._board is None:
+        board = self._board
+        if board is None:
             super().broadcast(tensor, root)
             return
-        for piece, slots in self._board.walk(tensor.view(-1)):
-            if self._rank == root:
-                slots[root].copy_(piece)
-            self.barrier()
-            if self._rank != root:
-                piece.copy_(slots[root])
+        with self._dropping_on_failure():
+            for piece, slots in board.walk(tensor.view(-1)):
+                if self._rank == root:
+                    slots[root].copy_(piece)
+                board.meet()
+                if self._rank != root:
+                    piece.copy_(slots[root])
 
-    def _share(self, store: Any, world_size: int) -> Board | None:
+    def allgather(self, outputs: list[Tensor], tensor: Tensor) -> None:
+        """outputs[r] <- tensor of rank r."""
+        for root, output in enumerate(outputs):
+            if root == self._rank:
+                output.copy_(tensor)
+            self.broadcast(output, root)
+
+    def barrier(self) -> None:
+        """Return once every rank has come here."""
+        board = self._board
+        if board is None:
+            super().barrier()
+            return
+        with self._dropping_on_failure():
+            board.meet()
+
+    def _share(self, store: Any, world_size: int, timeout_seconds: float) -> Board | None:
         """The members' common memory, if every one of them can see that of all the others."""
         offer = Offer(store, self._rank)
         try:
-            board = map_all(store, world_size)
+            board = map_all(store, self._rank, world_size, timeout_seconds)
             everyone = torch.tensor([int(board is not None)])
             self.allreduce(everyone, "MIN")
             return board if everyone.item() else None
