@@ -181,7 +181,9 @@ class TokenShards:
         return self._windows[sequence_length]
 
     def _read(self, starts: NDArray[np.int64], width: int) -> NDArray[Any]:
-        """Rows [n, width] by one system call each, or one for each shard where they span two."""
+        """Rows [n, width] one by one: from the maps, or by a system call each (two where a row spans two shards)."""
+        if self._mapped:
+            return np.concatenate([self.tokens(start, start + width) for start in starts.tolist()]).reshape(starts.size, width)
         parts = [self._opened(owner).read(begin, end) for start in starts.tolist() for owner, begin, end in self._parts(start, start + width)]
         return np.frombuffer(b"".join(parts), dtype=self._dtype).reshape(starts.size, width)
 
