@@ -103,7 +103,7 @@ def resident_megabytes(field: str = "VmRSS") -> float:
     """Resident memory of this process (VmRSS), or its highest since the mark was reset (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
-            return int(line.split()[1]) / 1024
+            return int(line.split()[1]) * 1024 / 1e6  # the kernel's kB are KiB
     raise AssertionError(f"/proc/self/status has no {field}: this figure needs Linux")
 
 

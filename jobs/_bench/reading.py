@@ -25,6 +25,7 @@ SHARD_TOKENS = 1 << 24
 VOCABULARY = 50_000
 READ_TOKENS = 1 << 24
 ROUND_BATCHES = 30
+MEMORY_LIMIT_MB = 540.0  # whatever the corpus; a shorter one may be mapped as a whole
 TOKENS_PER_SECOND = 20e6  # what reading must reach on any machine
 
 
@@ -35,8 +36,9 @@ def data(effort: Effort) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as directory:
         small, large = (write_corpus(Path(directory, str(count)), count) for count in num_shards)
         yield from reading(Path(directory, str(num_shards[0])), small, effort)
-        growth = [memory_growth(Path(directory, str(count)), records) for count, records in zip(num_shards, (small, large), strict=True)]
-        yield Figure(f"memory of reading {num_shards[1]} shards against {num_shards[0]}", growth[1], growth[0], "MB", None if effort.quick else at_most(1.1))
+        for count, records in zip(num_shards, (small, large), strict=True):
+            growth = memory_growth(Path(directory, str(count)), records)
+            yield Figure(f"memory of reading {count} shards of 34 MB", growth, MEMORY_LIMIT_MB, "MB", at_most(1.0))
     yield preparing(effort)
 
 
