@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -72,4 +72,4 @@ def documents(shards: TokenShards) -> list[str]:
 
 def open_files() -> int:
     """File descriptors of this process."""
-    return len(os.listdir("/proc/self/fd"))
+    return psutil.Process().num_fds()

@@ -83,12 +83,16 @@ def find_files(source: str, field: str = "data.source") -> list[SourceFile]:
     """
     if source == EMBEDDED:
         return _embedded_files(field)
-    location = resolve(source, field)
+    return files_at(resolve(source, field))
+
+
+def files_at(location: Location) -> list[SourceFile]:
+    """The files at a location, as `find_files` finds them."""
     info = location.info()
     if info.is_file:
         return [_source_file(location, info, _kind_of_file(location.path), info.base_name)]
     if info.type.name != "Directory":
-        raise ConfigError(field, location.text, "does not exist", "pass 'embedded', or a path or URI of text, JSONL or Parquet")
+        raise ConfigError(location.field, location.text, "does not exist", "pass 'embedded', or a path or URI of text, JSONL or Parquet")
     files: list[SourceFile] = []
     root = location.path.rstrip("/") + "/"
     for entry in location.files():
@@ -97,7 +101,7 @@ def find_files(source: str, field: str = "data.source") -> list[SourceFile]:
             name = entry.path.removeprefix(root)
             files.append(_source_file(location.child(name), entry, kind, name))
     if not files:
-        raise ConfigError(field, location.text, "holds no text, JSONL or Parquet file", "known are .txt, .md, .py and other text, .jsonl, .jsonl.gz, .parquet")
+        raise ConfigError(location.field, location.text, "holds no text, JSONL or Parquet file", "known are .txt, .md, .py and other text, .jsonl, .jsonl.gz, .parquet")
     return files
 
 

@@ -139,7 +139,7 @@ def reading(location: Location, what: str = "cannot be read") -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise ConfigError(location.field, location.text, "does not exist") from None
-    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+    except (OSError, EOFError, NotImplementedError, zlib.error, pa.ArrowException) as error:
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         raise ConfigError(location.field, location.text, f"{what} ({_first_sentence(reason)})") from None
 
