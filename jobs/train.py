@@ -57,7 +57,10 @@ def parse(arguments: list[str]) -> Flags:
     replicas = int(known.replicas) if known.replicas.isdigit() else 1
     method: Any = known.method if known.method in presets.METHODS else "muloco"
     defaults = Flags(config=presets.get(name, method, max(1, replicas)))
-    return parse_flags(Flags, prog=f"train.py {name}", description=__doc__, default=defaults, args=rest)
+    flags = parse_flags(Flags, prog=f"train.py {name}", description=__doc__, default=defaults, args=rest)
+    if flags.config.preset != name:
+        raise ConfigError("preset", flags.config.preset, f"is given twice: the command says {name}", "name the preset once, as the first word")
+    return flags
 
 
 def main() -> int:
