@@ -170,7 +170,7 @@ def _boundary(stream: pa.NativeFile, position: int, size: int, *, lines: bool = 
         if (newline := near.find(b"\n")) >= 0:
             return position + newline
     near = stream.read_at(min(4, size - position), position)
-    return position + next((i for i, byte in enumerate(near) if byte & 0xC0 != 0x80), 0)
+    return position + next((i for i, byte in enumerate(near) if byte & 0xC0 != 0x80), len(near))
 
 
 def _require_text(block: bytes, file: SourceFile, offset: int) -> None:

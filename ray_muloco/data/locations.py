@@ -90,8 +90,11 @@ def resolve(location: str, field: str = "data.source") -> Location:
         return Location(fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(location)), location, field)
     plain = without_secrets(location)
     unresolved = Location(fs.LocalFileSystem(), plain, plain, field)
-    with reading(unresolved, "names a place that cannot be reached"):
-        filesystem, path = _within_deadline(unresolved, lambda: _from_uri(location), remote=True)
+    try:
+        with reading(unresolved, "names a place that cannot be reached"):
+            filesystem, path = _within_deadline(unresolved, lambda: _from_uri(location), remote=True)
+    except ConfigError as error:  # pyarrow repeats the address, credentials and all
+        raise ConfigError(field, plain, error.allowed.replace(location, plain), error.remedy) from None
     return Location(filesystem, path, plain, field)
 
 
