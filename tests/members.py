@@ -60,6 +60,9 @@ class Member:
     def leave(self, label: str = "main") -> None:
         self.groups.pop(label).leave()
 
+    def shares_memory(self, label: str = "main") -> bool:
+        return self.groups[label].shared
+
     def call(self, method: str, *arguments: Any, label: str = "main") -> Any:
         """Call a method of the group; answers the first tensor argument, which methods in place have changed."""
         result = getattr(self.groups[label], method)(*arguments)
@@ -112,14 +115,14 @@ class Cast:
         for member in self.members:
             self.ray.kill(member)
 
-    def memberships(self, num_members: int, timeout_seconds: float = TIMEOUT_SECONDS, backend: str = GLOO) -> list[Membership]:
+    def memberships(self, num_members: int, timeout_seconds: float = TIMEOUT_SECONDS, backend: str = GLOO, memory: bool = True) -> list[Membership]:
         """Places in a new generation."""
         self.generation += 1
-        return [Membership(self.address, self.run_id, self.generation, num_members, rank, timeout_seconds, backend) for rank in range(num_members)]
+        return [Membership(self.address, self.run_id, self.generation, num_members, r, timeout_seconds, backend, memory) for r in range(num_members)]
 
-    def form(self, members: list[Any], timeout_seconds: float = TIMEOUT_SECONDS, label: str = "main") -> None:
+    def form(self, members: list[Any], timeout_seconds: float = TIMEOUT_SECONDS, label: str = "main", memory: bool = True) -> None:
         """A new generation of these members, in this order."""
-        places = self.memberships(len(members), timeout_seconds)
+        places = self.memberships(len(members), timeout_seconds, memory=memory)
         self.all([m.join.remote(p, label) for m, p in zip(members, places, strict=True)])
 
     def leave(self, members: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import subprocess
@@ -21,6 +22,7 @@ from ray_muloco.runtime.agreement import disagreement, pack, unpack
 from ray_muloco.runtime.collectives import Membership
 from ray_muloco.runtime.gloo_backend import Transport
 from ray_muloco.runtime.rendezvous import sentence
+from ray_muloco.runtime.shared_board import BOARD_BYTES, LARGEST_SLOT_BYTES, NUM_TURNS, Board, Offer, map_all, slot_bytes
 
 
 def test_a_driver_does_not_pay_for_torch() -> None:
@@ -155,3 +157,74 @@ def test_nccl_says_what_is_missing_and_what_to_do() -> None:
         pytest.skip("this machine has a GPU")
     with pytest.raises(RuntimeError, match=r"CUDA .* --scaling\.collective gloo"):
         nccl_backend.NcclTransport("store", rank=0, world_size=1, timeout_seconds=7.0)
+
+
+# ---- common memory
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5, 9, 64, 1000])
+def test_slots_hold_whole_elements_and_a_board_stays_small(world_size: int) -> None:
+    """However many members: within the bound while slots of a useful size allow it."""
+    size = slot_bytes(world_size)
+    assert size % 4096 == 0
+    assert 64 << 10 <= size <= LARGEST_SLOT_BYTES
+    assert NUM_TURNS * size * world_size <= max(BOARD_BYTES, world_size * NUM_TURNS * (64 << 10))
+
+
+def offered(changes: dict[str, str], world_size: int = 2) -> tuple[dict[str, str], list[Offer]]:
+    """A store with the offers of all ranks of this process, some of them replaced."""
+    store: dict[str, str] = {}
+    writer = SimpleNamespace(set=store.__setitem__)
+    offers = [Offer(writer, rank, world_size, through_memory=True) for rank in range(world_size)]
+    return store | changes, offers
+
+
+def boards(store: dict[str, str], world_size: int = 2, timeout_seconds: float = 5.0) -> list[Board | None]:
+    reader = SimpleNamespace(get=lambda key: store[key].encode())
+    return [map_all(reader, rank, world_size, timeout_seconds) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize(
+    "offer",
+    ["", f"{2**22 - 1} 3 {'0' * 32}", f"{os.getpid()} 999999 {'0' * 32}", f"{os.getpid()} 0 {'0' * 32}"],
+    ids=["none made", "no such process", "no such descriptor", "another file"],
+)
+def test_memory_out_of_sight_means_sockets(offer: str) -> None:
+    """Another machine, another container, another process under the same number: nobody maps what is not the member's."""
+    before = len(os.listdir("/proc/self/fd"))
+    store, offers = offered({"board/1": offer})
+    assert boards(store) == [None, None]
+    for one in offers:
+        one.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_meeting_names_who_is_late() -> None:
+    store, offers = offered({}, world_size=3)
+    first, second, _ = boards(store, world_size=3, timeout_seconds=0.2)
+    assert first is not None
+    assert second is not None
+    with pytest.raises(RuntimeError, match=r"rank 1 did not come within 0\.2 s"):
+        first.meet()
+    second.close()
+    with pytest.raises(RuntimeError, match="rank 1 left the group"):
+        first.meet()
+    for one in offers:
+        one.close()
+
+
+@pytest.mark.parametrize("num_elements", [0, 1, LARGEST_SLOT_BYTES // 4, LARGEST_SLOT_BYTES // 2 + 3])
+def test_a_walk_covers_every_element_once_and_takes_turns(num_elements: int) -> None:
+    store, offers = offered({})
+    board, _ = boards(store)
+    assert board is not None
+    flat = torch.arange(num_elements, dtype=torch.float32)
+    pieces, homes = [], []
+    for piece, slots in board.walk(flat):
+        pieces.append(piece)
+        homes.append(slots[0].data_ptr() if len(slots[0]) else 0)
+        assert [slot.shape for slot in slots] == [piece.shape] * 2
+    assert torch.equal(torch.cat(pieces) if pieces else flat, flat)
+    assert all(home != after for home, after in itertools.pairwise(homes))
+    for one in offers:
+        one.close()

@@ -109,12 +109,13 @@ class GlooTransport(Transport):
     sums then run in rank order. `shared` says so, the same on every member.
     """
 
-    def __init__(self, store: Any, *, rank: int, world_size: int, host: str, timeout_seconds: float) -> None:
+    def __init__(self, store: Any, *, rank: int, world_size: int, host: str, timeout_seconds: float, through_memory: bool = True) -> None:
         """Connect to every other rank through `store`.
 
         store: this generation's own keys and nothing else's.
         host: address of the interface to use; what the host name resolves to is often 127.0.0.1.
         timeout_seconds: bound of the formation and of each operation.
+        through_memory: False keeps to the sockets also on one machine.
         """
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=timeout_seconds)
@@ -123,7 +124,7 @@ class GlooTransport(Transport):
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
         super().__init__(dist.ProcessGroupGloo(store, rank, world_size, options))
         self._rank, self._board = rank, None
-        self._board = self._share(store, world_size, timeout_seconds)
+        self._board = self._share(Offer(store, rank, world_size, through_memory=through_memory), store, world_size, timeout_seconds)
 
     @property
     def shared(self) -> bool:
@@ -199,13 +200,14 @@ class GlooTransport(Transport):
         with self._dropping_on_failure():
             board.meet()
 
-    def _share(self, store: Any, world_size: int, timeout_seconds: float) -> Board | None:
+    def _share(self, offer: Offer, store: Any, world_size: int, timeout_seconds: float) -> Board | None:
         """The members' common memory, if every one of them can see that of all the others."""
-        offer = Offer(store, self._rank)
         try:
             board = map_all(store, self._rank, world_size, timeout_seconds)
             everyone = torch.tensor([int(board is not None)])
             self.allreduce(everyone, "MIN")
+            if board is not None and not everyone.item():
+                board.close()
             return board if everyone.item() else None
         finally:
             offer.close()

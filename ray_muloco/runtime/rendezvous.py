@@ -38,6 +38,8 @@ class Membership:
     """Bound of the formation and of each operation."""
     backend: str = GLOO
     """MULOCO_GLOO, MULOCO_NCCL, or NCCL for Ray's stock group."""
+    through_memory: bool = True
+    """MULOCO_GLOO: let members that all share one machine exchange through memory instead of sockets."""
 
     @property
     def name(self) -> str:
@@ -93,14 +95,14 @@ def form(membership: Membership, host: str, watch: Callable[[], str] | None = No
 
 
 def _transport(membership: Membership, own_keys: Any, host: str) -> Any:
-    place = {"rank": membership.rank, "world_size": membership.world_size, "timeout_seconds": membership.timeout_seconds}
+    place: dict[str, Any] = {"rank": membership.rank, "world_size": membership.world_size, "timeout_seconds": membership.timeout_seconds}
     if membership.backend == NCCL:
         from ray_muloco.runtime.nccl_backend import NcclTransport
 
         return NcclTransport(own_keys, **place)
     from ray_muloco.runtime.gloo_backend import GlooTransport
 
-    return GlooTransport(own_keys, host=host, **place)
+    return GlooTransport(own_keys, host=host, through_memory=membership.through_memory, **place)
 
 
 def connect(membership: Membership) -> Any:

@@ -21,14 +21,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SLOT_BYTES = 4 << 20
 NUM_TURNS = 2
 HEADER_BYTES = 4096
-SEGMENT_BYTES = HEADER_BYTES + NUM_TURNS * SLOT_BYTES
+LARGEST_SLOT_BYTES, SMALLEST_SLOT_BYTES = 4 << 20, 64 << 10
+BOARD_BYTES = 64 << 20
+"""What all slots of a board take together, unless there are so many members that the smallest slots take more."""
 ARRIVALS, LEFT = 0, 1  # fields of the header, int64
 TOKEN_OFFSET, TOKEN_BYTES = 64, 32
 NUM_EAGER_LOOKS = 50
-SHORTEST_NAP_SECONDS, LONGEST_NAP_SECONDS = 2e-5, 1e-3
+SHORTEST_NAP_SECONDS, LONGEST_NAP_SECONDS = 2e-5, 5e-4
+
+
+def slot_bytes(world_size: int) -> int:
+    """Size of each slot, a multiple of every element's size."""
+    return min(LARGEST_SLOT_BYTES, max(SMALLEST_SLOT_BYTES, BOARD_BYTES // (NUM_TURNS * world_size) // HEADER_BYTES * HEADER_BYTES))
+
+
+def segment_bytes(world_size: int) -> int:
+    """Size of each member's segment."""
+    return HEADER_BYTES + NUM_TURNS * slot_bytes(world_size)
 
 
 class Board:
@@ -39,7 +50,8 @@ class Board:
         self._rank, self._timeout_seconds, self._processes = rank, timeout_seconds, processes
         self._headers = [memoryview(segment)[:TOKEN_OFFSET].cast("q") for segment in segments]
         whole = [torch.frombuffer(segment, dtype=torch.uint8)[HEADER_BYTES:] for segment in segments]
-        self._slots = [[slots[turn * SLOT_BYTES :][:SLOT_BYTES] for slots in whole] for turn in range(NUM_TURNS)]
+        self._slot_bytes = slot_bytes(len(segments))
+        self._slots = [[slots[turn * self._slot_bytes :][: self._slot_bytes] for slots in whole] for turn in range(NUM_TURNS)]
         self._turn = self._num_meetings = 0
         self._deaths = select.poll()
         for process in processes:
@@ -47,7 +59,7 @@ class Board:
 
     def walk(self, flat: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Pieces of a 1-D tensor, each with the slots of its turn, by rank, in its type and size."""
-        num_elements = SLOT_BYTES // flat.element_size()
+        num_elements = self._slot_bytes // flat.element_size()
         for begin in range(0, flat.numel(), num_elements):
             piece = flat[begin : begin + num_elements]
             yield piece, [slot.view(flat.dtype)[: piece.numel()] for slot in self._slots[self._turn]]
@@ -58,9 +70,10 @@ class Board:
         self._num_meetings += 1
         _fence()  # what was written into slots is seen before the arrival
         self._headers[self._rank][ARRIVALS] = self._num_meetings
+        deadline = time.monotonic() + self._timeout_seconds
         for rank, header in enumerate(self._headers):
             if header[ARRIVALS] < self._num_meetings:
-                self._wait_for(rank)
+                self._wait_for(rank, deadline)
         _fence()
 
     def close(self) -> None:
@@ -69,13 +82,12 @@ class Board:
         for process in self._processes:
             os.close(process)
 
-    def _wait_for(self, rank: int) -> None:
+    def _wait_for(self, rank: int, deadline: float) -> None:
         header, nap = self._headers[rank], SHORTEST_NAP_SECONDS
         for _ in range(NUM_EAGER_LOOKS):
             if header[ARRIVALS] >= self._num_meetings:
                 return
             os.sched_yield()
-        deadline = time.monotonic() + self._timeout_seconds
         while header[ARRIVALS] < self._num_meetings:
             absent = self._absence()
             if header[ARRIVALS] >= self._num_meetings:  # came, and left while we looked
@@ -103,13 +115,14 @@ class Board:
 class Offer:
     """One member's segment, offered to the others through the store until they have all mapped it."""
 
-    def __init__(self, store: Any, rank: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, *, through_memory: bool) -> None:
         self._descriptor = -1
-        if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):  # Linux only; elsewhere all goes through sockets
+        # Linux only; elsewhere all goes through sockets
+        if not (through_memory and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
             store.set(f"board/{rank}", "")
             return
         self._descriptor = os.memfd_create("ray_muloco")
-        os.ftruncate(self._descriptor, SEGMENT_BYTES)
+        os.ftruncate(self._descriptor, segment_bytes(world_size))
         token = secrets.token_hex(TOKEN_BYTES // 2)
         os.pwrite(self._descriptor, token.encode(), TOKEN_OFFSET)
         store.set(f"board/{rank}", f"{os.getpid()} {self._descriptor} {token}")
@@ -123,7 +136,7 @@ class Offer:
 
 def map_all(store: Any, rank: int, world_size: int, timeout_seconds: float) -> Board | None:
     """The board of all members' offers, or nothing when one of them is on another machine or out of sight."""
-    seen = [_map(store.get(f"board/{member}").decode()) for member in range(world_size)]
+    seen = [_map(store.get(f"board/{member}").decode(), segment_bytes(world_size)) for member in range(world_size)]
     present = [one for one in seen if one is not None]
     if len(present) < world_size:
         for _, process in present:
@@ -132,25 +145,25 @@ def map_all(store: Any, rank: int, world_size: int, timeout_seconds: float) -> B
     return Board([segment for segment, _ in present], [process for _, process in present], rank, timeout_seconds)
 
 
-def _map(offer: str) -> tuple[mmap.mmap, int] | None:
+def _map(offer: str, num_bytes: int) -> tuple[mmap.mmap, int] | None:
     """The segment of an offer and a pidfd of its owner, when this process can see both."""
     if not offer:
         return None
     pid, number, token = offer.split()
+    process = descriptor = -1
     try:
         process = os.pidfd_open(int(pid))
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        # the same numbers may name another process here
+        if os.pread(descriptor, TOKEN_BYTES, TOKEN_OFFSET) == token.encode() and os.fstat(descriptor).st_size == num_bytes:
+            segment, owner, process = mmap.mmap(descriptor, num_bytes), process, -1
+            return segment, owner
     except OSError:  # another machine, container or user
         return None
-    try:
-        # the same numbers may name another process here
-        if os.pread(descriptor, TOKEN_BYTES, TOKEN_OFFSET) == token.encode() and os.fstat(descriptor).st_size == SEGMENT_BYTES:
-            return mmap.mmap(descriptor, SEGMENT_BYTES), process
-    except OSError:
-        pass
     finally:
-        os.close(descriptor)
-    os.close(process)
+        for opened in (process, descriptor):
+            if opened >= 0:
+                os.close(opened)
     return None
 
 
