@@ -70,20 +70,20 @@ def make_plan(data: DataConfig, tokenizer_name: str, unit_bytes: int = 0) -> Pla
     sources = [tuple(find_files(data.source))]
     if data.validation_source:
         sources.append(tuple(find_files(data.validation_source, "data.validation-source")))
-    settings = {
-        "format": FORMAT,
-        "sources": [source_fingerprint(list(files)) for files in sources],
-        "tokenizer": tokenizer_name,
-        "validation_fraction": data.validation_fraction,
-        "text_column": data.text_column,
-        "unit_bytes": unit_bytes,
-    }
     units: list[tuple[Unit, ...]] = []
     count = 0
     for files in sources:
         planned = plan_units(list(files), data.text_column, unit_bytes)
         units.append(tuple(Unit(number=count + unit.number, pieces=unit.pieces) for unit in planned))
         count += len(planned)
+    settings = {
+        "format": FORMAT,
+        "sources": [source_fingerprint(list(files)) for files in sources],
+        "tokenizer": tokenizer_name,
+        "validation_fraction": data.validation_fraction,
+        "text_column": data.text_column,
+        "units": [[[(piece.file.name, piece.start, piece.stop) for piece in unit.pieces] for unit in planned] for planned in units],
+    }
     return Plan(data=data, sources=tuple(sources), units=tuple(units), key=hashlib.sha256(json.dumps(settings).encode()).hexdigest())
 
 

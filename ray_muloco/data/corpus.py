@@ -101,7 +101,9 @@ def files_at(location: Location) -> list[SourceFile]:
             name = entry.path.removeprefix(root)
             files.append(_source_file(location.child(name), entry, kind, name))
     if not files:
-        raise ConfigError(location.field, location.text, "holds no text, JSONL or Parquet file", "known are .txt, .md, .py and other text, .jsonl, .jsonl.gz, .parquet")
+        raise ConfigError(
+            location.field, location.text, "holds no text, JSONL or Parquet file", "known are .txt, .md, .py and other text, .jsonl, .jsonl.gz, .parquet"
+        )
     return files
 
 
