@@ -67,22 +67,22 @@ def score_bias(mask: Tensor | None, length: int, num_heads: int, dtype: torch.dt
 
 
 def attend(qkv: Tensor, q_gain: Tensor, k_gain: Tensor, epsilon: float, positions: Positions) -> Tensor:
-    """Attention of projections qkv [B, T, 3 H C] to [B, T, H C]: norm and rotate q and k, weigh v by softmax."""
+    """Attention of projections qkv [B T, 3 H C] to [B T, H C]: norm and rotate q and k, weigh v by softmax."""
     q, k, v = cast("tuple[Tensor, Tensor, Tensor]", apply(_Heads, qkv, q_gain, k_gain, epsilon, positions.rotary))  # [B, H, T, C]
     if positions.bias is not None:
         out = cast(Tensor, apply(_Explicit, q, k, v, positions.bias))
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=positions.mask, is_causal=positions.mask is None, scale=1.0)
-    return out.transpose(1, 2).flatten(2)
+    return out.transpose(1, 2).reshape(qkv.shape[0], -1)
 
 
 class _Heads(Function):
-    """qkv [B, T, 3 H C] to q, k, v [B, H, T, C]: q and k normalised over C, scaled by gain and rotated; q / sqrt(C)."""
+    """qkv [B T, 3 H C] to q, k, v [B, H, T, C]: q and k normalised over C, scaled by gain and rotated; q / sqrt(C)."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, q_gain: Tensor, k_gain: Tensor, epsilon: float, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         width = q_gain.shape[0]
-        heads = qkv.view(*qkv.shape[:2], 3, -1, width).permute(2, 0, 3, 1, 4).contiguous()  # [3, B, H, T, C]
+        heads = qkv.view(-1, rotary.shape[0], 3, qkv.shape[1] // (3 * width), width).permute(2, 0, 3, 1, 4).contiguous()  # [3, B, H, T, C]
         x = heads[:2].to(torch.float32, copy=True)
         inverse = inverse_rms(x, epsilon)
         gain = torch.stack((q_gain * width**-0.5, k_gain)).view(2, 1, 1, 1, width)
@@ -101,7 +101,7 @@ class _Heads(Function):
         grad_gain = product.sum((1, 2, 3))
         along = product.mul_(gain).mean(-1, keepdim=True)
         heads[:2] = unit_backward_(grad.mul_(gain), unit, inverse, along)
-        return heads.permute(1, 3, 0, 2, 4).flatten(2), grad_gain[0] * gain.shape[-1] ** -0.5, grad_gain[1], None, None
+        return heads.permute(1, 3, 0, 2, 4).reshape(-1, 3 * grad_q.shape[1] * grad_q.shape[3]), grad_gain[0] * gain.shape[-1] ** -0.5, grad_gain[1], None, None
 
 
 def _turn(x: Tensor, rotary: Tensor, *, back: bool = False) -> Tensor:

@@ -5,7 +5,7 @@ those passes over memory, and what they keep for the backward pass, cost more th
 made once, in place where it can be, and what is cheap to compute again is not kept.
 Norms and sums are fp32 whatever the compute type; matrix products and SwiGLU run in the compute type.
 
-Legend: D width, M output features of one weight, F SwiGLU width, ... any leading dimensions (batch and time).
+Legend: N tokens (batch times time), D width, M output features of one weight, F SwiGLU width.
 """
 
 # torch types backward as (ctx, *grad_outputs); each of these has one gradient coming in, and its name says which
@@ -23,26 +23,25 @@ from torch.autograd.function import once_differentiable
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., D] times weight [M, D] transposed: [..., M], in the type of x."""
+    """x [N, D] times weight [M, D] transposed: [N, M], in the type of x."""
     return cast(Tensor, apply(_Project, x, weight))
 
 
 def norm_project(x: Tensor, gain: Tensor, epsilon: float, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """x / rms(x) * gain, then times each weight [M_i, D] transposed, side by side: [..., sum M_i] in `dtype`; x [..., D] fp32.
+    """x / rms(x) * gain, then times each weight [M_i, D] transposed, side by side: [N, sum M_i] in `dtype`; x [N, D] fp32.
 
-    rms(x) = sqrt(mean(x^2) + epsilon). The gain is multiplied into the weights, of which there are fewer than tokens,
-    and the weights are stacked: one matrix product forward and two backward, however many they are.
+    rms(x) = sqrt(mean(x^2) + epsilon) of each row. The weights are stacked: one matrix product forward and two backward.
     """
     return cast(Tensor, apply(_NormProject, x, gain, epsilon, dtype, *weights))
 
 
 def add_rms_norm(residual: Tensor, x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-    """residual + x / rms(x) * gain over the last dimension; residual and result fp32."""
+    """residual + x / rms(x) * gain, all [N, D]; residual and result fp32."""
     return cast(Tensor, apply(_AddRMSNorm, residual, x, gain, epsilon))
 
 
 def swiglu_project(gate_and_value: Tensor, weight: Tensor) -> Tensor:
-    """silu(a) * b times weight [M, F] transposed: [..., M]; a is the first half of [..., 2 F] and b the second."""
+    """silu(a) * b times weight [M, F] transposed: [N, M]; a is the first half of [N, 2 F] and b the second."""
     return cast(Tensor, apply(_SwiGLUProject, gate_and_value, weight))
 
 
@@ -65,8 +64,11 @@ def unit_backward_(grad: Tensor, unit: Tensor, inverse: Tensor, along: Tensor) -
     return grad.addcmul_(unit, along, value=-1).mul_(inverse)
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.flatten(0, -2)
+def _norm_backward(grad: Tensor, unit: Tensor, inverse: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and gain, from that of x * inverse_rms(x) * gain; all fp32, [N, D]."""
+    product = grad * unit
+    along = (product @ gain).div_(gain.shape[0]).unsqueeze(-1)
+    return unit_backward_(grad * gain, unit, inverse, along), product.sum(0)
 
 
 class _Project(Function):
@@ -80,38 +82,29 @@ class _Project(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad_weight = (_rows(grad).t() @ _rows(x)).float() if ctx.needs_input_grad[1] else None
-        return grad @ weight, grad_weight
+        return grad @ weight, (grad.t() @ x).float() if ctx.needs_input_grad[1] else None
 
 
 class _NormProject(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, epsilon: float, dtype: torch.dtype, *weights: Tensor) -> Tensor:
         inverse = inverse_rms(x, epsilon)
-        unit = (x * inverse).to(dtype)
-        weight = (_stack(weights) * gain).to(dtype)
-        ctx.save_for_backward(unit, inverse, weight, gain, *weights)
-        return F.linear(unit, weight)
+        unit = x * inverse
+        normed = (unit * gain).to(dtype)
+        casts = [w.to(dtype) for w in weights]
+        weight = torch.cat(casts) if len(casts) > 1 else casts[0]
+        ctx.save_for_backward(unit, inverse, gain, normed, weight)
+        ctx.rows = [w.shape[0] for w in weights]
+        return F.linear(normed, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        unit, inverse, weight, gain, *weights = ctx.saved_tensors
-        grad_x, unit32 = (grad @ weight).float(), unit.float()
-        grad_x = unit_backward_(grad_x, unit32, inverse, (grad_x * unit32).mean(-1, keepdim=True))
-        if not any(ctx.needs_input_grad[1:]):
-            return grad_x, None, None, None, *[None] * len(weights)
-        grad_weight = (_rows(grad).t() @ _rows(unit)).float()  # of the weights with the gain in them
-        grad_gain = (grad_weight * _stack(weights)).sum(0)
-        return grad_x, grad_gain, None, None, *_split(grad_weight.mul_(gain), weights)
-
-
-def _stack(weights: Sequence[Tensor]) -> Tensor:
-    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
-
-
-def _split(stacked: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return torch.split_with_sizes(stacked, [w.shape[0] for w in weights])
+        unit, inverse, gain, normed, weight = ctx.saved_tensors
+        grad_x, grad_gain = _norm_backward((grad @ weight).float(), unit, inverse, gain)
+        if not any(ctx.needs_input_grad[4:]):
+            return grad_x, grad_gain, None, None, *[None] * len(ctx.rows)
+        return grad_x, grad_gain, None, None, *torch.split_with_sizes((grad.t() @ normed).float(), ctx.rows)
 
 
 class _AddRMSNorm(Function):
@@ -126,10 +119,8 @@ class _AddRMSNorm(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, inverse, gain = ctx.saved_tensors
-        unit = x.float() * inverse
-        product = grad * unit
-        along = (product @ gain).div_(gain.shape[0]).unsqueeze(-1)
-        return grad, unit_backward_(grad * gain, unit, inverse, along).to(x.dtype), _rows(product).sum(0), None
+        grad_x, grad_gain = _norm_backward(grad, x.float() * inverse, inverse, gain)
+        return grad, grad_x.to(x.dtype), grad_gain, None
 
 
 class _SwiGLUProject(Function):
@@ -145,7 +136,7 @@ class _SwiGLUProject(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate_and_value, activated, weight = ctx.saved_tensors
         gate, value = gate_and_value.chunk(2, dim=-1)
-        grad_weight = (_rows(grad).t() @ _rows(activated * value)).float() if ctx.needs_input_grad[1] else None
+        grad_weight = (grad.t() @ (activated * value)).float() if ctx.needs_input_grad[1] else None
         grad = grad @ weight
         if torch.compiler.is_compiling():  # it fuses this itself, and has no out= for parts of a tensor
             return torch.cat((torch.ops.aten.silu_backward(grad * value, gate), grad * activated), dim=-1), grad_weight

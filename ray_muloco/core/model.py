@@ -4,7 +4,7 @@
 
 Full multi-head attention with QK-RMSNorm before the rotary positions, SwiGLU, no biases, a final RMSNorm.
 
-Legend: B batch, T time, D model width, H heads, C head_dim, F SwiGLU width, V vocabulary.
+Legend: B batch, T time, N = B T tokens, D model width, H heads, C head_dim, F SwiGLU width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_epsilon)
 
     def forward(self, x: Tensor, norm: RMSNorm, positions: Positions, dtype: torch.dtype) -> Tensor:
-        """The residual stream x [B, T, D] fp32, normalised by `norm`, to attention's output [B, T, D] in `dtype`."""
-        qkv = norm_project(x, norm.weight, norm.epsilon, (self.wq.weight, self.wk.weight, self.wv.weight), dtype)  # [B, T, 3 H C]
+        """The residual stream x [N, D] fp32, normalised by `norm`, to attention's output [N, D] in `dtype`."""
+        qkv = norm_project(x, norm.weight, norm.epsilon, (self.wq.weight, self.wk.weight, self.wv.weight), dtype)  # [N, 3 H C]
         return project(attend(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.epsilon, positions), self.wo.weight)
 
 
@@ -61,13 +61,13 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(config.ffn_dim, config.d_model, bias=False)
 
     def forward(self, x: Tensor, norm: RMSNorm, dtype: torch.dtype) -> Tensor:
-        """The residual stream x [B, T, D] fp32, normalised by `norm`, to SwiGLU's output [B, T, D] in `dtype`."""
-        gate_and_value = norm_project(x, norm.weight, norm.epsilon, (self.w1.weight, self.w2.weight), dtype)  # [B, T, 2 F]
+        """The residual stream x [N, D] fp32, normalised by `norm`, to SwiGLU's output [N, D] in `dtype`."""
+        gate_and_value = norm_project(x, norm.weight, norm.epsilon, (self.w1.weight, self.w2.weight), dtype)  # [N, 2 F]
         return swiglu_project(gate_and_value, self.w3.weight)
 
 
 class Block(nn.Module):
-    """One decoder block: residual stream [B, T, D] fp32 in and out, matrix products in `dtype`."""
+    """One decoder block: residual stream [N, D] fp32 in and out, matrix products in `dtype`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -124,13 +124,14 @@ class Decoder(nn.Module):
         dtype = _compute_dtype(tokens.device)
         # types are chosen by hand from here on; autocast would only look at every operation again
         with torch.autocast(tokens.device.type, enabled=False):
-            x = self.embedding(tokens)  # [B, T, D]
+            x = self.embedding(tokens.flatten())  # [N, D]
             for block in self.blocks:
                 if self.activation_checkpointing and torch.is_grad_enabled():
                     x = cast(Tensor, checkpoint(block, x, positions, dtype, use_reentrant=False, preserve_rng_state=False))
                 else:
                     x = block(x, positions, dtype)
-            return norm_project(x, self.final_norm.weight, self.final_norm.epsilon, (self.head.weight,), dtype).float()
+            logits = norm_project(x, self.final_norm.weight, self.final_norm.epsilon, (self.head.weight,), dtype)
+            return logits.float().view(*tokens.shape, -1)
 
     def _positions(self, tokens: Tensor) -> Positions:
         length, config, dtype = tokens.shape[1], self.config, _compute_dtype(tokens.device)
