@@ -119,7 +119,7 @@ def _turn(x: Tensor, rotary: Tensor, *, back: bool = False) -> Tensor:
 class _Explicit(Function):
     """softmax(q k^T + bias) v with the weights kept for the backward pass.
 
-    For CPUs that multiply bf16: the fused kernel there computes its products the slow way, and is slower six times over.
+    For CPUs that multiply bf16: the fused kernel there computes its products the slow way, and is three to seven times slower.
     """
 
     @staticmethod
