@@ -1,7 +1,7 @@
 """Paths and URIs, read and written through pyarrow.fs; whatever goes wrong there becomes one line that names the file.
 
-A path is local; a URI (file://, s3://, gs:// and what else pyarrow knows) names its own file system. Nothing remote is waited
-for without a deadline.
+A path is local; a URI (file://, s3://, gs:// and what else pyarrow knows) names its own file system. Finding a remote place has a
+deadline here, reading and writing there those of pyarrow's clients.
 """
 
 from __future__ import annotations
