@@ -15,7 +15,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from ray_muloco.errors import ConfigError
@@ -396,4 +396,6 @@ def _from_dict(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
     for name in values:
         _require(name in hints, f"{prefix}{name}", values[name], "is no field of this version's configuration")
     built = {name: _from_dict(hints[name], value, f"{prefix}{name}.") if is_dataclass(hints[name]) else value for name, value in values.items()}
+    missing = [f.name for f in fields(cls) if f.name not in built and f.default is MISSING and f.default_factory is MISSING]
+    _require(not missing, f"{prefix}{missing[0]}" if missing else "", None, "is missing from the configuration")
     return cls(**built)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 NAMESPACE = "ray_muloco"
 FETCH_SECONDS = 60.0
 FILES, CONTROL = "files", "control"
+COORDINATOR = "coordinator"  # the resource of nodes that are kept for coordinators (cluster.yaml)
 
 
 class ReplicaActor:
@@ -192,4 +193,6 @@ def replica_actor(num_cpus: float, num_gpus: float) -> Any:
 def coordinator_actor(name: str, detached: bool) -> Any:
     """The remote class of the coordinator, named so that the same command finds a run that is still going on."""
     decorate: Any = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={CONTROL: 4})  # type: ignore[call-overload]
-    return decorate(CoordinatorActor).options(name=name, namespace=NAMESPACE, lifetime="detached" if detached else None, get_if_exists=detached)
+    # where nodes say that they are for coordinators, take one of those: a spot node would take the run down with it
+    marked = {"resources": {COORDINATOR: 0.001}} if ray.cluster_resources().get(COORDINATOR) else {}
+    return decorate(CoordinatorActor).options(**marked, name=name, namespace=NAMESPACE, lifetime="detached" if detached else None, get_if_exists=detached)

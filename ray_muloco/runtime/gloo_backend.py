@@ -186,10 +186,17 @@ class GlooTransport(Transport):
 
     def allgather(self, outputs: list[Tensor], tensor: Tensor) -> None:
         """outputs[r] <- tensor of rank r."""
-        for root, output in enumerate(outputs):
-            if root == self._rank:
-                output.copy_(tensor)
-            self.broadcast(output, root)
+        board, done = self._board, 0
+        if board is None:
+            super().allgather(outputs, tensor)
+            return
+        with self._dropping_on_failure():
+            for piece, slots in board.walk(tensor.view(-1)):
+                slots[self._rank].copy_(piece)
+                board.meet()
+                for output, slot in zip(outputs, slots, strict=True):
+                    output.view(-1)[done : done + len(piece)].copy_(slot)
+                done += len(piece)
 
     def barrier(self) -> None:
         """Return once every rank has come here."""

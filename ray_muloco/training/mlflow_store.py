@@ -11,7 +11,9 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import sqlite3
+import sys
 import tempfile
 import threading
 import time
@@ -35,8 +37,16 @@ def open_command(uri: str) -> str:
     if scheme in ("http", "https"):
         return redacted(uri)
     if scheme == "file":  # MLflow's retired format: refused from 3.13 on unless asked for
-        return f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {shlex.quote(uri.removeprefix('file://'))}"
-    return f"mlflow ui --backend-store-uri {shlex.quote(redacted(uri))}"
+        return f"MLFLOW_ALLOW_FILE_STORE=true {_program()} ui --backend-store-uri {shlex.quote(uri.removeprefix('file://'))}"
+    return f"{_program()} ui --backend-store-uri {shlex.quote(redacted(uri))}"
+
+
+def _program() -> str:
+    """mlflow as a user can type it: by its path where it lies beside this Python and no other is found first."""
+    beside = os.path.join(os.path.dirname(sys.executable), "mlflow")
+    if not os.path.exists(beside) or shutil.which("mlflow") == beside:
+        return "mlflow"
+    return shlex.quote(min(beside, os.path.relpath(beside), key=len))
 
 
 def old_runs_notice(uri: str, directories: Sequence[str]) -> str | None:
