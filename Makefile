@@ -1,6 +1,6 @@
 # Two commands matter: `make train` and `make test`. Both make .venv with the versions of constraints.txt, once.
 #
-#   make train ARGS="--seed 1"          further flags of jobs/train.py
+#   make train ARGS="--seed 1"          further flags of jobs/train.py (TOKENS=10000000 for the preset's whole budget)
 #   make test  ARGS="tests/test_muon.py"    further arguments of pytest
 #   make bench ARGS="muon --quick"      cases and flags of jobs/bench.py
 #   make PYTHON=/path/to/python3.12 …   another interpreter (3.11 or newer)
@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SHELL := /bin/bash
 ARGS ?=
+# a quarter of the preset's own budget: a first result in a minute or two
+TOKENS ?= 2500000
 # the first interpreter that runs and is new enough: a pyenv shim may exist and still refuse to run
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$python; break; fi; done)
@@ -20,7 +22,7 @@ help:
 	@sed -n '1,7s/^# \{0,1\}//p' Makefile
 
 train: $(VENV)/installed
-	$(BIN)/python jobs/train.py tiny --method muloco --scaling.num-replicas 4 $(ARGS)
+	$(BIN)/python jobs/train.py tiny --method muloco --scaling.num-replicas 4 --budget-tokens $(TOKENS) $(ARGS)
 
 # the cluster tests come last: what they print ends with pytest's closing line
 test: $(VENV)/installed-dev
