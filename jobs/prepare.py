@@ -143,12 +143,14 @@ def summary(manifest: dict[str, Any], preparation: Preparation, seconds: float) 
 
 
 def _print(figures: dict[str, Any], finished_before: bool) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("side", title=f"{figures['output']}: {figures['tokenizer']}, {figures['vocab_size']:,} ids, split by {figures['split']['mode']}")
-    for name in ("tokens", "documents", "text bytes", "shards", "bits a token", "unknown"):
-        table.add_column(name, justify="right")
+    title = f"{figures['output']}: {figures['tokenizer']}, {figures['vocab_size']:,} ids, split by {figures['split']['mode']}"
+    table = Table("side", title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for name in ("tokens", "documents", "text bytes", "shards", "bits/token", "unknown"):
+        table.add_column(name, justify="right", no_wrap=True)
     for name, side in figures["splits"].items():
         counts = (f"{side[key]:,}" for key in ("num_tokens", "num_documents", "text_bytes", "num_shards"))
         table.add_row(name, *counts, f"{side['entropy_bits_per_token']:.3f}", f"{side['unknown_rate']:.2%}")
