@@ -145,10 +145,10 @@ def summary(manifest: dict[str, Any], preparation: Preparation, seconds: float) 
 def _print(figures: dict[str, Any], finished_before: bool) -> None:
     from rich import box
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     title = f"{figures['output']}: {figures['tokenizer']}, {figures['vocab_size']:,} ids, split by {figures['split']['mode']}"
-    table = Table("side", title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(Column("side", no_wrap=True), title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("tokens", "documents", "text bytes", "shards", "bits/token", "unknown"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, side in figures["splits"].items():
