@@ -18,9 +18,11 @@ from pyarrow import fs
 
 from ray_muloco.data import corpus
 from ray_muloco.data import documents as documents_module
+from ray_muloco.data import readers as readers_module
 from ray_muloco.data.corpus import SourceFile, find_files, plan_units, source_fingerprint
-from ray_muloco.data.documents import SKIPPED, Split, passages
+from ray_muloco.data.documents import SKIPPED, Split
 from ray_muloco.data.locations import Location, OutputDirectory, resolve
+from ray_muloco.data.readers import passages
 from ray_muloco.errors import ConfigError
 
 ALL = Split(mode="train")
@@ -67,7 +69,7 @@ def test_text_jsonl_and_parquet_give_the_same_documents(tmp_path: Path, unit_byt
 def test_a_text_file_is_one_document_however_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, unit_bytes: int, block: int, mode) -> None:
     """Pieces and blocks end after lines, or else between characters; each side is opened once."""
     monkeypatch.setattr(documents_module, "BLOCK_BYTES", block)
-    monkeypatch.setattr(documents_module, "_NEWLINE_REACH_BYTES", 16)
+    monkeypatch.setattr(readers_module, "_NEWLINE_REACH_BYTES", 16)
     path = tmp_path / "one.txt"
     path.write_text(text, encoding="utf-8", newline="")
     train, validation, _ = read(str(path), Split(mode=mode, fraction=0.3), unit_bytes=unit_bytes)
@@ -342,7 +344,8 @@ def _growth(tmp_path: Path, source: Path) -> int:
     program = f"""
 import psutil
 from ray_muloco.data.corpus import find_files, plan_units
-from ray_muloco.data.documents import Split, passages
+from ray_muloco.data.documents import Split
+from ray_muloco.data.readers import passages
 process, highest, count = psutil.Process(), 0, 0
 units = plan_units(find_files({str(source)!r}), "text")
 before = process.memory_info().rss

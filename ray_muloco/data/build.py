@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from ray_muloco.config import DataConfig
 from ray_muloco.data.corpus import SourceFile, Unit, find_files, plan_units, source_fingerprint
-from ray_muloco.data.documents import Split, document_key, passages
+from ray_muloco.data.documents import Split, document_key
 from ray_muloco.data.locations import PART, OutputDirectory, reading, without_secrets
+from ray_muloco.data.readers import passages
 from ray_muloco.data.tokenizer import BYTES, SMALLEST_BPE, Tokenizer, bpe_size, spec_digest, tokenizer_from_spec, train_bpe
 from ray_muloco.data.units import TRAIN, VALIDATION, SideRecord, UnitJob, UnitRecord, build_unit, finished_unit
 from ray_muloco.errors import ConfigError

@@ -139,7 +139,7 @@ def plan_units(files: list[SourceFile], text_column: str, unit_bytes: int = 0) -
 
 def iter_pieces(files: Iterable[SourceFile], text_column: str, unit_bytes: int) -> Iterator[Piece]:
     """The pieces of files in order, none much above `unit_bytes` where it can be cut. A file is looked at when its turn comes."""
-    from ray_muloco.data.documents import parquet_weights
+    from ray_muloco.data.readers import parquet_weights
 
     for file in files:
         if file.kind == "parquet":

@@ -16,9 +16,10 @@ from ray_muloco.config import DataConfig
 from ray_muloco.data import build
 from ray_muloco.data.cache import once
 from ray_muloco.data.corpus import SourceFile, find_files, iter_pieces
-from ray_muloco.data.documents import Split, parquet_weights, passages
+from ray_muloco.data.documents import Split
 from ray_muloco.data.locations import OutputDirectory, resolve
 from ray_muloco.data.prepared import Prepared, find_prepared, mirror, open_prepared
+from ray_muloco.data.readers import parquet_weights, passages
 from ray_muloco.data.shards import TokenShards
 from ray_muloco.data.tokenizer import BYTES, Tokenizer, load_tokenizer, spec_digest
 from ray_muloco.data.units import TRAIN, VALIDATION

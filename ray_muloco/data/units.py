@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_muloco.data.corpus import Unit
-from ray_muloco.data.documents import SKIPPED, Passage, Split, passages
+from ray_muloco.data.documents import SKIPPED, Passage, Split
 from ray_muloco.data.locations import OutputDirectory
+from ray_muloco.data.readers import passages
 from ray_muloco.data.shards import SHARD_TOKENS, ShardRecord, token_dtype, write_shard
 from ray_muloco.data.tokenizer import Tokenizer
 
