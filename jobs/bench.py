@@ -88,7 +88,7 @@ def as_json(figures: dict[str, list[Figure]]) -> dict[str, dict[str, dict[str, o
 
 def main() -> int:
     """Measure, print, write."""
-    arguments = tyro.cli(Arguments, description=__doc__)
+    arguments = parse(Arguments, description=__doc__)
     console = Console(width=None if sys.stdout.isatty() else 140)
     figures = measure(arguments.cases or tuple(CASES), arguments.quick, console)
     console.print(table(figures))

@@ -30,9 +30,9 @@ def max_difference(a: dict[str, Any], b: dict[str, Any]) -> float:
     return max((a[name].float() - b[name].float()).abs().max().item() for name in a if a[name].numel())
 
 
-@pytest.mark.parametrize(("method", "replicas"), [("muloco", 1), ("muloco", 2), ("diloco", 2), ("muon-dp", 2), ("adamw-dp", 1)])
-def test_actors_equal_one_process_bit_for_bit_where_sums_run_in_rank_order(source: Path, tmp_path: Path, method: str, replicas: int) -> None:  # noqa: F811
-    """A sum of two numbers has one order: RayGroup equals LocalGroup in θ, u, inner state and records."""
+@pytest.mark.parametrize(("method", "replicas"), [("muloco", 1), ("muloco", 4), ("diloco", 2), ("muon-dp", 2)])
+def test_actors_equal_one_process_bit_for_bit(source: Path, tmp_path: Path, method: str, replicas: int) -> None:  # noqa: F811
+    """Sums run in rank order on one machine: RayGroup equals LocalGroup in θ, u, inner state, records and bytes."""
     on_ray = config_for(source, tmp_path, "ray", method=method, scaling__num_replicas=replicas)
     local = config_for(source, tmp_path, "local", method=method, scaling__num_replicas=replicas)
     result = fit(on_ray)
@@ -41,16 +41,6 @@ def test_actors_equal_one_process_bit_for_bit_where_sums_run_in_rank_order(sourc
     assert records(on_ray) == records(local)
     ours, theirs = state(on_ray), state(local)
     assert max_difference(ours, theirs) == 0.0
-
-
-def test_four_replicas_equal_one_process(source: Path, tmp_path: Path) -> None:  # noqa: F811
-    """Losses, bytes and participation, as they are reported."""
-    result = fit(config_for(source, tmp_path, "ray", scaling__num_replicas=4))
-    expected, _ = train(config_for(source, tmp_path, "local", scaling__num_replicas=4))
-    assert result.val_loss == pytest.approx(expected["val_loss"], abs=1e-4)
-    assert [r["participants"] for r in result.metrics] == [4] * 5
-    assert result.summary["uplink_bytes"] == expected["uplink_bytes"]
-    assert result.summary["downlink_bytes"] == expected["downlink_bytes"]
 
 
 def test_a_run_started_on_ray_goes_on_in_one_process_and_back(source: Path, tmp_path: Path) -> None:  # noqa: F811

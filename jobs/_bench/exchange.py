@@ -68,7 +68,7 @@ class Member:
         """Seconds of one exchange from a common start, and the digest of the new θ here."""
         from ray_muloco.core.outer import outer_step_
         from ray_muloco.runtime import exchange
-        from ray_muloco.runtime.links import BUCKET_ELEMENTS
+        from ray_muloco.runtime.links import STAR_BUCKET_ELEMENTS as BUCKET_ELEMENTS
         from ray_muloco.training.coordinator import OUTER_CHUNK_ELEMENTS
 
         self.group.barrier()

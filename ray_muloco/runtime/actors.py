@@ -43,8 +43,14 @@ class ReplicaActor:
     def hardware(self) -> dict[str, Any]:
         """Where this replica is and what it computes with; imports torch, so that the next call finds it there."""
         from ray_muloco.core.precision import native_bf16
+        from ray_muloco.runtime.collectives import NCCL, RAY_NCCL, why_unavailable
 
-        return {"node_id": ray.get_runtime_context().get_node_id(), "host": ray.util.get_node_ip_address(), "native_bf16": native_bf16(self._device())}
+        return {
+            "node_id": ray.get_runtime_context().get_node_id(),
+            "host": ray.util.get_node_ip_address(),
+            "native_bf16": native_bf16(self._device()),
+            "unavailable": {backend: why_unavailable(backend) for backend in (NCCL, RAY_NCCL)},
+        }
 
     def build(self, config: TrainConfig, data_dir: str, fingerprint: str, probe: tuple[str, str], inner_state: Callable[[], dict[str, Any]] | None) -> None:
         """Make the model, read the data, restore the inner state."""

@@ -15,7 +15,7 @@ Every function raises CollectiveError: when members disagree about P, type or B 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -39,7 +39,7 @@ def contribute(group: Group, *, start: Tensor, end: Tensor, scale: float, bucket
     """
     bucket_elements = _fitting(bucket_elements, group)
     agree_on(group, "sum", start, bucket_elements)
-    hand_in = group.send if _in_lanes(group) else group.reduce_
+    hand_in = way_to_coordinator(group)
     slots = _staging(group, "contribute", 2, bucket_elements, start)
     with ThreadPoolExecutor(1) as wire:
         on_the_wire: Future[None] | None = None
@@ -87,6 +87,11 @@ def buckets(flat: Tensor, bucket_elements: int) -> Iterator[slice]:
     """Slices that cover a flat buffer, each element once, in order."""
     for begin in range(0, flat.numel(), bucket_elements):
         yield slice(begin, min(begin + bucket_elements, flat.numel()))
+
+
+def way_to_coordinator(group: Group) -> Callable[[Tensor, int], None]:
+    """How a member hands a bucket of the sum to the coordinator, which `collect_` expects: hand_in(bucket, COORDINATOR_RANK)."""
+    return group.send if _in_lanes(group) else group.reduce_
 
 
 def _collect_in_lanes_(group: Group, psi: Tensor, bucket_elements: int) -> None:

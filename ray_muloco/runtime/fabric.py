@@ -13,7 +13,7 @@ from torch import Tensor
 from ray_muloco.core.outer import pseudogradient_
 from ray_muloco.core.params import digest
 from ray_muloco.runtime.collectives import Group
-from ray_muloco.runtime.exchange import COORDINATOR_RANK, agree_on, buckets
+from ray_muloco.runtime.exchange import COORDINATOR_RANK, agree_on, buckets, way_to_coordinator
 
 LOWEST = 0
 
@@ -51,7 +51,7 @@ def contribute_over_fabric(peers: Group, main: Group | None, *, start: Tensor, e
         if peers.world_size > 1:
             peers.reduce_(delta, LOWEST)
         if main is not None:
-            main.send(delta.cpu(), COORDINATOR_RANK)
+            way_to_coordinator(main)(delta.cpu(), COORDINATOR_RANK)
 
 
 def receive_over_fabric_(peers: Group, main: Group | None, theta: Tensor, bucket_elements: int) -> int:

@@ -23,7 +23,7 @@ from ray_muloco.errors import CollectiveError, ConfigError, RunError
 from ray_muloco.runtime import exchange, fabric
 from ray_muloco.runtime.actors import replica_actor
 from ray_muloco.runtime.collectives import Group, join
-from ray_muloco.runtime.links import BUCKET_ELEMENTS
+from ray_muloco.runtime.links import bucket_elements
 from ray_muloco.runtime.wiring import Wirer
 from ray_muloco.training import storage
 from ray_muloco.training.checkpoint import FileRecord
@@ -94,6 +94,7 @@ class RayGroup:
         self.traffic = Traffic()
         self._link: Group | None = None
         self._wirer: Wirer | None = None
+        self._bucket_elements = 0
         self._num_params = 0
         self._wired: tuple[int, ...] = ()
         self._inner_seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)
@@ -107,6 +108,7 @@ class RayGroup:
     def start(self, config: TrainConfig, generation: int, inner_states: Mapping[int, Callable[[], dict[str, Tensor]]]) -> None:
         self.config, self.generation = config, generation
         self._wirer = Wirer(config, self.seats.hardware())
+        self._bucket_elements = bucket_elements(bool(self._wirer.fabric))
         run_path = run_path_of(config)
         probe = (run_path, storage.write_probe(run_path))
         refs = {k: a.build.remote(config, self.data_dir, self.fingerprint, probe, inner_states.get(k)) for k, a in self.actors.items()}
@@ -155,7 +157,7 @@ class RayGroup:
             if not self.actors:
                 return PublishOutcome({}, lost)
             digests = self._attempt(
-                lost, lambda: {k: a.receive.remote() for k, a in self.actors.items()}, lambda link: exchange.publish(link, theta, BUCKET_ELEMENTS)
+                lost, lambda: {k: a.receive.remote() for k, a in self.actors.items()}, lambda link: exchange.publish(link, theta, self._bucket_elements)
             )
             if digests is not None:
                 payload = BYTES_PER_ELEMENT * theta.numel() * len(digests)
@@ -217,9 +219,9 @@ class RayGroup:
 
     def _sum_into(self, link: Group, out: Tensor, merged: tuple[int, ...]) -> None:
         if self.config.is_data_parallel:
-            fabric.take_over_(link, out, BUCKET_ELEMENTS, rank=self._wired.index(merged[0]) + 1)
+            fabric.take_over_(link, out, self._bucket_elements, rank=self._wired.index(merged[0]) + 1)
         else:
-            exchange.collect_(link, out, BUCKET_ELEMENTS)
+            exchange.collect_(link, out, self._bucket_elements)
 
     def _attempt(self, lost: dict[int, str], dispatch: Callable[[], dict[int, Any]], act: Callable[[Group], object]) -> dict[int, Any] | None:
         """One collective among all members: dispatch, join in, get. None when it failed; who is to blame is dropped."""
@@ -258,8 +260,9 @@ class RayGroup:
             refs = {k: self.actors[k].join.remote(wirings[k]) for k in wired}
             try:
                 self._link = join(main, watch=lambda refs=refs: first_death(refs))
-            except CollectiveError:
+            except CollectiveError as error:
                 self._link = None
+                self._wirer.give_up(wirings.values(), str(error))
             _, gone = self._collect(refs, self.config.scaling.collective_timeout_seconds + self._floor())
             if self._link is None and not gone:
                 raise CollectiveError(f"generation {self.generation}", "join", 0.0, "the group could not be formed though all replicas answer")

@@ -19,7 +19,13 @@ from ray_muloco.runtime.collectives import Group, Membership, join
 if TYPE_CHECKING:
     from torch import Tensor
 
-BUCKET_ELEMENTS = 4 << 20  # 16 MiB of fp32
+STAR_BUCKET_ELEMENTS = 32 << 20  # a broadcast stages nothing and likes it large; what is staged for the sum is bounded besides
+FABRIC_BUCKET_ELEMENTS = 4 << 20  # staged on the GPU and on its way to the coordinator
+
+
+def bucket_elements(fabric: bool) -> int:
+    """Elements of a transfer, the same for all members of a generation."""
+    return FABRIC_BUCKET_ELEMENTS if fabric else STAR_BUCKET_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,7 @@ class ReplicaLink:
 
     def __init__(self, wiring: Wiring) -> None:
         self.wiring = wiring
+        self.bucket_elements = bucket_elements(wiring.fabric)
         self.main: Group | None = join(wiring.main) if wiring.main else None
         self.peers: Group | None = join(wiring.peers) if wiring.peers else None
 
@@ -48,28 +55,28 @@ class ReplicaLink:
         """Add scale · (start − end) to the generation's sum, which the coordinator receives."""
         if not self.wiring.fabric:
             assert self.main is not None
-            exchange.contribute(self.main, start=start, end=end, scale=scale, bucket_elements=BUCKET_ELEMENTS)
+            exchange.contribute(self.main, start=start, end=end, scale=scale, bucket_elements=self.bucket_elements)
         else:
             assert self.peers is not None
-            fabric.contribute_over_fabric(self.peers, self.main, start=start, end=end, scale=scale, bucket_elements=BUCKET_ELEMENTS)
+            fabric.contribute_over_fabric(self.peers, self.main, start=start, end=end, scale=scale, bucket_elements=self.bucket_elements)
 
     def hand_over(self, flat: Tensor) -> None:
         """Send the parameters themselves to the coordinator: for the lowest replica of a data-parallel run."""
         assert self.main is not None
-        fabric.hand_over(self.main, flat, BUCKET_ELEMENTS)
+        fabric.hand_over(self.main, flat, self.bucket_elements)
 
     def receive_(self, theta: Tensor) -> int:
         """theta <- the coordinator's; returns its digest."""
         if not self.wiring.fabric:
             assert self.main is not None
-            return exchange.receive_(self.main, theta, BUCKET_ELEMENTS)
+            return exchange.receive_(self.main, theta, self.bucket_elements)
         assert self.peers is not None
-        return fabric.receive_over_fabric_(self.peers, self.main, theta, BUCKET_ELEMENTS)
+        return fabric.receive_over_fabric_(self.peers, self.main, theta, self.bucket_elements)
 
     def average_(self, gradient: Tensor) -> None:
         """gradient <- its mean over the replicas."""
         if self.peers is not None and self.peers.world_size > 1:
-            fabric.average_(self.peers, gradient, BUCKET_ELEMENTS)
+            fabric.average_(self.peers, gradient, self.bucket_elements)
 
     def close(self) -> None:
         """Leave the groups; the sockets close."""

@@ -13,6 +13,7 @@ import ray
 import torch
 
 from ray_muloco.config import TrainConfig
+from ray_muloco.core.memory import keep_freed_memory
 from ray_muloco.data.dataset import open_dataset
 from ray_muloco.errors import ConfigError
 from ray_muloco.runtime.group import RaySeats
@@ -51,6 +52,6 @@ def build_replica(config: TrainConfig, replica_id: int, device: str, data_dir: s
             "data.source", config.data.source, f"reads differently on node {host}, where replica {replica_id} runs, than for the coordinator",
             "prepare shards once with jobs/prepare.py and give their location (the embedded corpus differs between Python releases)",
         )  # fmt: skip
-    if device == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = False
+    if device == "cpu":
+        keep_freed_memory()  # the process is the replica's own
     return Replica(config, replica_id, dataset, device)

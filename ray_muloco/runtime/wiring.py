@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -40,6 +40,10 @@ class Wirer:
         scaling = config.scaling
         hosts = {h["host"] for h in hardware.values()}
         self.fabric = choose_fabric(scaling.collective, scaling.gpus_per_replica, len(hosts)) if fabric is None else fabric
+        for k, facts in sorted(hardware.items()):
+            reason = facts["unavailable"].get(self.fabric, "")
+            if reason:
+                raise ConfigError("scaling.collective", scaling.collective, f"cannot be used by replica {k} on {facts['host']}: {reason}")
         self.store = StoreServer(ray.util.get_node_ip_address())
         self.run_id = f"muloco-{secrets.token_hex(6)}"
 
@@ -65,6 +69,12 @@ class Wirer:
             for rank, k in enumerate(replicas)
         }
         return main(0), wirings
+
+    def give_up(self, wirings: Iterable[Wiring], reason: str) -> None:
+        """End a formation of peers that can no longer succeed; the coordinator's own group knows by itself."""
+        for wiring in wirings:
+            if wiring.peers is not None:
+                self.store.give_up(wiring.peers, reason)
 
     def close(self) -> None:
         """Stop the rendezvous store."""

@@ -34,9 +34,9 @@ class Preflight:
     """result.json of a run that has nothing left to do."""
 
 
-def absolute_storage(location: str, *, relative_to: str = "") -> str:
-    """The storage path as every process must see it: URIs as they are, directories absolute."""
-    return location if storage.is_uri(location) else os.path.abspath(os.path.join(relative_to, os.path.expanduser(location)))
+def absolute_path(location: str) -> str:
+    """A location as every process must see it, whatever its working directory: URIs and names that are no paths stay."""
+    return location if location in ("", "embedded") or storage.is_uri(location) else os.path.abspath(os.path.expanduser(location))
 
 
 def run_path_of(config: TrainConfig) -> str:
@@ -46,11 +46,11 @@ def run_path_of(config: TrainConfig) -> str:
 
 def check(config: TrainConfig) -> Preflight:
     """Check all input against the disk and against an earlier run of this name; ConfigError says what to do."""
-    config = config.override({"run.storage_path": absolute_storage(config.run.storage_path), "run.name": config.run_name})
-    if config.data.source != "embedded" and not storage.is_uri(config.data.source):
-        config = config.override({"data.source": os.path.abspath(os.path.expanduser(config.data.source))})
-    if config.init_from and not storage.is_uri(config.init_from):
-        config = config.override({"init_from": os.path.abspath(os.path.expanduser(config.init_from))})
+    config = config.override({"run.storage_path": absolute_path(config.run.storage_path), "run.name": config.run_name})
+    paths = {"data.source": config.data.source, "data.validation_source": config.data.validation_source, "init_from": config.init_from}
+    if os.path.exists(config.data.tokenizer):
+        paths["data.tokenizer"] = config.data.tokenizer
+    config = config.override({name: absolute_path(path) for name, path in paths.items()})
     run_path = run_path_of(config)
     saved = read_json(storage.join(run_path, "config.json")) if has_checkpoint(run_path) else None
     if saved is not None:

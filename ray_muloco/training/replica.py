@@ -65,7 +65,9 @@ class Replica:
         self.optimizer = build_inner_optimizer(self.model, uses_muon=config.uses_muon, inner=config.inner, compute_dtype=self.compute_dtype)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.order = SampleOrder(config.seed, dataset.train.num_sequences(config.model.sequence_length))
-        self.sequence_nll = torch.compile(self.model.sequence_nll) if config.compile else self.model.sequence_nll
+        if config.compile:
+            self.model.compile()
+        self.sequence_nll = self.model.sequence_nll
         self.flat_grad: Tensor | None = None
         self._rollback: dict[str, Tensor] = {}
         if config.is_data_parallel:
