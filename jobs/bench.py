@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import tyro
 from _bench.measure import Effort, Figure
 from _main import parse, run
 from rich.console import Console
