@@ -171,9 +171,11 @@ def bare_replica(index: int, count: int, config: TrainConfig, storage: str, time
     import torch
 
     from _bench.steps import replica_loop
+    from ray_muloco.core.memory import keep_freed_memory
     from ray_muloco.core.precision import native_bf16
 
     torch.set_num_threads(1)
+    keep_freed_memory()  # as replica actors do: the comparison is about Ray
     config = config.override({"compute_dtype": "bf16" if native_bf16() else "fp32"})
     run = replica_loop(config, open_embedded(config, storage), index)
     run(config.sync_interval)

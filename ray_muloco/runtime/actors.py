@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -133,6 +132,7 @@ class CoordinatorActor:
     def __init__(self) -> None:
         self._events: list[tuple[str, Any]] = []
         self._outcome: tuple[str, Any] | None = None
+        self._news = threading.Condition()
         self._stop = threading.Event()
         self._fetched = threading.Event()
         self._begun = False
@@ -149,11 +149,14 @@ class CoordinatorActor:
         try:
             from ray_muloco.runtime.setup import run_on_ray
 
-            self._outcome = ("result", run_on_ray(config, tracking_uri, self, self._stop.is_set))
+            outcome = ("result", run_on_ray(config, tracking_uri, self, self._stop.is_set))
         except (ConfigError, RunError) as error:
-            self._outcome = ("error", error)
+            outcome = ("error", error)
         except Exception as error:  # the driver, another process, raises it with the traceback as text
-            self._outcome = ("error", RunError("the coordinator failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+            outcome = ("error", RunError("the coordinator failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        with self._news:
+            self._outcome = outcome
+            self._news.notify_all()
         if exit_unfetched and not self._fetched.wait(FETCH_SECONDS):
             os._exit(0)
 
@@ -161,28 +164,32 @@ class CoordinatorActor:
 
     def info(self, info: dict[str, Any]) -> None:
         """What the run is."""
-        self._events.append(("info", info))
+        self._tell("info", info)
 
     def round(self, record: dict[str, Any]) -> None:
         """A committed round."""
-        self._events.append(("round", record))
+        self._tell("round", record)
 
     def message(self, text: str) -> None:
         """A sentence for people."""
-        self._events.append(("message", text))
+        self._tell("message", text)
+
+    def _tell(self, kind: str, value: Any) -> None:
+        with self._news:
+            self._events.append((kind, value))
+            self._news.notify_all()
 
     # Control: called by the driver, while the session runs
 
     @ray.method(concurrency_group=CONTROL)
     def events(self, begin: int, wait_seconds: float) -> tuple[list[tuple[str, Any]], tuple[str, Any] | None]:
         """Events from number `begin` on and the outcome, if there is one; waits a little for news."""
-        deadline = time.monotonic() + wait_seconds
-        while len(self._events) <= begin and self._outcome is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        outcome = self._outcome
+        with self._news:
+            self._news.wait_for(lambda: len(self._events) > begin or self._outcome is not None, timeout=wait_seconds)
+            events, outcome = self._events[begin:], self._outcome
         if outcome is not None:
             self._fetched.set()
-        return self._events[begin:], outcome
+        return events, outcome
 
     @ray.method(concurrency_group=CONTROL)
     def request_stop(self) -> None:
