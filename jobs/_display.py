@@ -147,7 +147,8 @@ class PlainDisplay:
             self._flush()
 
     def message(self, text: str) -> None:
-        """The sentence as it is."""
+        """The sentence as it is, after the round it follows."""
+        self._flush()
         self._print(text)
 
     def finish(self, result: Mapping[str, Any], run_dir: str) -> None:

@@ -44,6 +44,8 @@ def main() -> int:
     flags = parse(Flags, description=__doc__)
     if flags.validation_tokens < 0:
         raise ConfigError("validation-tokens", flags.validation_tokens, "must be 0 (as the run) or more")
+    if flags.threads < 0:
+        raise ConfigError("threads", flags.threads, "must be 0 (all cores) or more")
     import torch
 
     torch.set_num_threads(flags.threads or os.cpu_count() or 1)
@@ -66,7 +68,7 @@ def evaluate(flags: Flags) -> dict[str, object]:
 
     trained = load_trained(flags.checkpoint)
     length = trained.config.model.sequence_length
-    data = trained.config.override({"data.source": flags.source}).data if flags.source else trained.config.data
+    data = trained.config.override({"data.source": flags.source, "data.validation_source": ""}).data if flags.source else trained.config.data
     dataset = open_dataset(data, sequence_length=length, vocab_size=trained.config.model.vocab_size, cache_dir=os.path.abspath(flags.cache))
     if dataset.tokenizer.spec != trained.tokenizer.spec:
         raise ConfigError(

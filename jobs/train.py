@@ -54,7 +54,7 @@ def parse(arguments: list[str]) -> Flags:
     early.add_argument("--method", default="muloco")
     early.add_argument("--scaling.num-replicas", "--scaling.num_replicas", dest="replicas", default="1")
     known, _ = early.parse_known_args([a for a in rest if a not in ("-h", "--help")])
-    replicas = int(known.replicas) if known.replicas.isdigit() else 1
+    replicas = int(known.replicas) if known.replicas.isdecimal() else 1
     method: Any = known.method if known.method in presets.METHODS else "muloco"
     defaults = Flags(config=presets.get(name, method, max(1, replicas)))
     flags = parse_flags(Flags, prog=f"train.py {name}", description=__doc__, default=defaults, args=rest)
@@ -67,6 +67,8 @@ def main() -> int:
     """Run the job; returns its exit code."""
     flags = parse(sys.argv[1:])
     config = flags.config
+    if flags.json and not Path(flags.json).absolute().parent.is_dir():
+        raise ConfigError("json", flags.json, "must lie in a directory that exists")
     refuse_throwaway_storage(config)
     if flags.dry_run:
         return dry_run(config, flags.json)
@@ -101,7 +103,9 @@ class Stopwatch:
         if self._waiting:
             import psutil
 
-            self.message(f"first inner step after {record['first_step_time'] - psutil.Process().create_time():.1f} s")
+            seconds = record["first_step_time"] - psutil.Process().create_time()
+            if seconds > 0:  # not when this process follows a run that was going on before it
+                self.message(f"first inner step after {seconds:.1f} s")
             self._waiting = False
         self._round(record)
 

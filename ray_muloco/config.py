@@ -226,7 +226,7 @@ class CheckpointConfig:
         _check_positive(self, "checkpoint.", "every_rounds", "keep")
 
 
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_RUN_NAME = re.compile(r"(?!(mlflow\.db|mlartifacts)$)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # MLflow's own names lie beside the runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -339,7 +339,7 @@ class TrainConfig:
     @property
     def run_name(self) -> str:
         """Name of the run's directory."""
-        return self.run.name or f"{self.preset}-{self.method}-k{self.scaling.num_replicas}"
+        return self.run.name or f"{self.preset}-{self.method}-k{self.scaling.num_replicas}" + (f"-seed{self.seed}" if self.seed else "")
 
     def override(self, changes: Mapping[str, Any]) -> TrainConfig:
         """A copy with dotted fields replaced, for example {"outer.lr": 0.5, "seed": 1}; validated like any other.

@@ -74,8 +74,10 @@ class ReplicaActor:
 
     def run_inner(self, plan: SegmentPlan) -> ReplicaReport:
         """The inner phase of a plan; data-parallel replicas average gradients on the way."""
-        average = self.link.average_ if self.link is not None and self.replica.config.is_data_parallel else None
-        return self.replica.run_inner(plan, average)
+        if not self.replica.config.is_data_parallel:
+            return self.replica.run_inner(plan)
+        assert self.link is not None, "data-parallel replicas train in a group"
+        return self.replica.run_inner(plan, self.link.average_)
 
     def contribute(self, scale: float) -> None:
         """Join the exchange with scale · Δ; a scale of 0 takes part and adds nothing, whatever Δ is."""

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +30,7 @@ from ray_muloco.training.signals import stop_signals
 OBJECT_STORE_BYTES = 100 * 2**20  # tensors travel by collectives; the store carries plans and reports
 POLL_SECONDS = 0.5
 ANSWER_SECONDS = 60.0
+CONNECT_SECONDS = 5.0
 
 __all__ = ["Result", "fit"]
 
@@ -75,15 +77,45 @@ def _cluster(config: TrainConfig) -> Iterator[tuple[TrainConfig, bool]]:
         config = with_threads(config, os.cpu_count() or 1)
         _start_private(config)
     elif not ray.is_initialized():
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        _join(address)
     try:
         if not private:
-            config = with_threads(config, int(ray.cluster_resources().get("CPU", 1)))
+            config = _with_threads_that_fit(config)
         _refuse_unplaceable(config)
         yield config, not private
     finally:
         if private:
             ray.shutdown()
+
+
+def _with_threads_that_fit(config: TrainConfig) -> TrainConfig:
+    """The configuration with `threads_per_replica` chosen: the most with which all replicas still find nodes."""
+    most = with_threads(config, int(ray.cluster_resources().get("CPU", 1)))
+    if config.scaling.threads_per_replica:
+        return config
+    for threads in range(most.scaling.threads_per_replica, 1, -1):
+        placeable = num_placeable({"CPU": threads, "GPU": config.scaling.gpus_per_replica})
+        if placeable is None or placeable >= config.scaling.num_replicas:
+            return config.override({"scaling.threads_per_replica": threads})
+    return config.override({"scaling.threads_per_replica": 1})
+
+
+def _join(address: str) -> None:
+    """Connect to the cluster of RAY_ADDRESS; one that does not answer is refused in seconds."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and "://" not in address:
+        try:
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        except OSError as error:
+            raise ConfigError(
+                "RAY_ADDRESS", address, f"does not answer ({error})", "start the cluster, or unset RAY_ADDRESS to use a private local one"
+            ) from error
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError) as error:
+        raise ConfigError(
+            "RAY_ADDRESS", address, f"cannot be joined ({str(error).splitlines()[0]})", "start the cluster, or unset RAY_ADDRESS to use a private local one"
+        ) from error
 
 
 def _start_private(config: TrainConfig) -> None:

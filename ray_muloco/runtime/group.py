@@ -127,12 +127,17 @@ class RayGroup:
     # ---- phases
 
     def run_inner(self, plans: Mapping[int, SegmentPlan]) -> InnerOutcome:
-        if self.config.is_data_parallel:
-            self._wire()
         begin = time.perf_counter()
+        if self.config.is_data_parallel:
+            try:
+                self._wire()
+            except CollectiveError as error:
+                return InnerOutcome({}, self._survey(str(error)))
         refs = {k: self.actors[k].run_inner.remote(plan) for k, plan in plans.items()}
         reports, lost = self._collect(refs, self._inner_deadline())
         self._inner_seconds.append(time.perf_counter() - begin)
+        if len(reports) < len(plans):  # a group that failed someone repeats its failure: the next phase forms a new one
+            self._unwire()
         first = next(iter(plans.values()))
         inner_phase_traffic(self.config, self.traffic, self._num_params, len(plans), first.num_steps)
         return InnerOutcome(reports, lost)
@@ -263,10 +268,12 @@ class RayGroup:
             except CollectiveError as error:
                 self._link = None
                 self._wirer.give_up(wirings.values(), str(error))
-            _, gone = self._collect(refs, self.config.scaling.collective_timeout_seconds + self._floor())
-            if self._link is None and not gone:
-                raise CollectiveError(f"generation {self.generation}", "join", 0.0, "the group could not be formed though all replicas answer")
+            joined, gone = self._collect(refs, self.config.scaling.collective_timeout_seconds + self._floor())
             self._wired = wired
+            if self._link is None or len(joined) < len(wired):  # without all of its members a group is none
+                self._unwire()
+                if not gone:
+                    raise CollectiveError(f"generation {self.generation}", "join", 0.0, "the group could not be formed though all replicas answer")
         return self._link
 
     def _unwire(self) -> None:

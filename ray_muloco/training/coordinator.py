@@ -18,8 +18,10 @@ from ray_muloco.config import TrainConfig
 from ray_muloco.core.model import build_model
 from ray_muloco.core.outer import outer_step_
 from ray_muloco.core.params import digest, flatten_parameters_
+from ray_muloco.errors import RunError
 from ray_muloco.training.metrics import mean, replica_cosine
 from ray_muloco.training.plan import (
+    MAX_FAILED_ATTEMPTS,
     Decision,
     Progress,
     ReplicaReport,
@@ -67,6 +69,12 @@ class Coordinator:
 
     # ---- plan, decide
 
+    def require_enough(self, alive: Iterable[int]) -> None:
+        """Raise RunError when fewer replicas live than a round may commit with: nothing below that is trained."""
+        num_alive, fewest = len(tuple(alive)), self.config.scaling.fewest_replicas
+        if num_alive < fewest:
+            raise RunError("too few replicas", f"{num_alive} replicas live, {fewest} are needed (scaling.min-replicas)")
+
     def plan(self, alive: Iterable[int]) -> dict[int, SegmentPlan]:
         """The next round's plan for each living replica; committing nothing."""
         plans, _ = plan_round(self.config, self.progress, alive)
@@ -76,6 +84,11 @@ class Coordinator:
         """Who is merged; a pure function of what came back (`plan.decide`) with this run's thresholds."""
         fewest = self.config.scaling.fewest_replicas
         decision = decide(plans, reports, lost, fewest, self.progress.failed_attempts)
+        digests = {reports[k].digest for k in decision.participants}
+        if self.config.is_data_parallel and decision.action == "commit" and len(digests) > 1:
+            drifted = f"data-parallel replicas {list(decision.participants)} ended the round with different parameters; it is run again"
+            last = self.progress.failed_attempts + 1 >= MAX_FAILED_ATTEMPTS
+            return dataclasses.replace(decision, action="abort" if last else "retry", abort_reason="replicas drifted", reasons=(*decision.reasons, drifted))
         if self.config.is_data_parallel and decision.action == "commit" and lost:
             # the survivors' gradients stopped being averages in mid-round: the round is run again from its start
             return dataclasses.replace(decision, action="retry")

@@ -5,6 +5,7 @@ Legend: B sequences, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -65,10 +66,12 @@ def sample(trained: Trained, prompt: str, *, max_tokens: int, temperature: float
     """
     if max_tokens < 1:
         raise ConfigError("max-tokens", max_tokens, "must be an integer of at least 1")
-    if temperature < 0:
-        raise ConfigError("temperature", temperature, "must be 0 (greedy) or more")
+    if not (math.isfinite(temperature) and (temperature == 0 or temperature >= 1e-3)):
+        raise ConfigError("temperature", temperature, "must be 0 (greedy) or a number from 0.001 on")
     if top_k < 0:
         raise ConfigError("top-k", top_k, "must be 0 (all) or more")
+    if not 0 <= seed < 2**63:
+        raise ConfigError("seed", seed, "must be an integer from 0 to 2^63 - 1")
     device = next(trained.model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     separator = trained.tokenizer.separator_id

@@ -7,6 +7,7 @@ and are uploaded at each checkpoint; checkpoints themselves are written at the U
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -229,6 +230,12 @@ class Ledger:
             write_report(self.directory)
         except Exception as error:  # a plot that cannot be drawn must not fail a run that trained; the user is told
             self.listener.message(f"the report could not be written: {type(error).__name__}: {error}")
+
+    def settle(self) -> None:
+        """Wait for a checkpoint on its way; whether it failed is said by whoever needed it."""
+        if self._pending is not None:
+            with contextlib.suppress(Exception):
+                self._pending.result(timeout=SAVE_DEADLINE_SECONDS)
 
     def close(self) -> None:
         """Give the lock back; a checkpoint on its way is awaited."""

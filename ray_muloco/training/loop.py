@@ -25,6 +25,7 @@ def train(coordinator: Coordinator, group: ReplicaGroup, ledger: Ledger, should_
     while not coordinator.finished:
         if should_stop():
             return "stopped"
+        coordinator.require_enough(group.alive)
         clock = RoundClock()
         plans = coordinator.plan(group.alive)
         inner = group.run_inner(plans)
@@ -45,6 +46,8 @@ def train(coordinator: Coordinator, group: ReplicaGroup, ledger: Ledger, should_
         _publish(coordinator, group, ledger)
         clock.lap("exchange")
 
+        if not group.alive:  # nobody is left to evaluate or to write a checkpoint
+            coordinator.require_enough(group.alive)
         group.reset_inner_state(decision.sitting_out)
         record = record_of(coordinator, reports, decision.participants, committed)
         evaluation = evaluate(coordinator, group, ledger.validation_sequences) if ledger.evaluation_due(coordinator) else None

@@ -126,7 +126,10 @@ def result_of_run(run_path: str) -> dict[str, Any] | None:
 def read_json(location: str) -> dict[str, Any] | None:
     """A JSON file at a path or URI; None when it is not there."""
     text = storage.read_text(location)
-    return None if text is None else json.loads(text)
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as error:
+        raise ConfigError("run.name", location, f"is damaged ({error})", "restore the file, or choose another --run.name") from error
 
 
 def with_threads(config: TrainConfig, num_cpus: int) -> TrainConfig:
@@ -138,7 +141,7 @@ def with_threads(config: TrainConfig, num_cpus: int) -> TrainConfig:
 
 def result_of(summary: dict[str, Any], run_path: str) -> Result:
     """The Result of a run from its result.json and metrics.jsonl."""
-    metrics = storage.read_metrics(os.path.join(storage.local_directory(run_path), "metrics.jsonl"))
+    metrics = storage.read_metrics(storage.join(run_path, "metrics.jsonl"))
     return Result(summary["val_loss"], summary["rounds"], summary["tokens"], run_path, metrics, summary["status"], summary)
 
 

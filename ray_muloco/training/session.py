@@ -5,6 +5,7 @@ The coordinator's actor runs this over a `RayGroup`; `--local` runs it over a `L
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from ray_muloco.config import TrainConfig
 from ray_muloco.core.precision import native_bf16
 from ray_muloco.data.dataset import Dataset, open_dataset
 from ray_muloco.errors import ConfigError, RunError
+from ray_muloco.training import preflight
 from ray_muloco.training.checkpoint import CheckpointRef, open_checkpoint
 from ray_muloco.training.coordinator import Coordinator
 from ray_muloco.training.evaluate import validation_sequences
@@ -51,6 +53,8 @@ def run_session(config: TrainConfig, tracking_uri: str, seats: Seats, listener: 
     group: ReplicaGroup | None = None
     try:
         resumed = ledger.latest()
+        if resumed is not None:  # again, under the lock: another writer may have made the run what it is since the first check
+            config = preflight.reconcile(config, TrainConfig.from_dict(resumed.manifest["config"]))
         if config.compute_dtype == "auto":
             config = config.override({"compute_dtype": "bf16" if seats.native_bf16() else "fp32"})
         dataset = open_dataset(config.data, sequence_length=config.model.sequence_length, vocab_size=config.model.vocab_size, cache_dir=ledger.data_dir)
@@ -67,7 +71,7 @@ def run_session(config: TrainConfig, tracking_uri: str, seats: Seats, listener: 
         )
         if dataset.tokenizer.spec != "bytes":
             ledger.more_files = {TOKENIZER_FILE: {"tokenizer": pack_text(dataset.tokenizer.spec)}}
-        listener.info({**describe(config, coordinator, dataset, resumed, ledger), "tracking_uri": tracking_uri})
+        listener.info({**describe(config, coordinator, dataset, resumed, ledger), "tracking_uri": tracking_uri if config.run.tracker == "mlflow" else None})
         group = seats.group(dataset, ledger.data_dir)
         group.start(config, coordinator.progress.generation + bool(resumed), inner_states(config, resumed))
         first_publish(coordinator, group)
@@ -75,11 +79,16 @@ def run_session(config: TrainConfig, tracking_uri: str, seats: Seats, listener: 
         result = ledger.finish(coordinator, group, outcome)
         status = "FINISHED" if outcome == "finished" else "KILLED"
         return result
+    except RunError as error:
+        ledger.settle()
+        raise RunError(error.reason, error.detail, error.checkpoint or ledger.checkpoint_path()) from error
     finally:
-        if group is not None:
-            group.close()
-        tracker.finish(status)
-        ledger.close()
+        ledger.settle()  # replicas may still be writing their part of a checkpoint
+        with contextlib.ExitStack() as closing:
+            closing.callback(ledger.close)
+            closing.callback(tracker.finish, status)
+            if group is not None:
+                closing.callback(group.close)
 
 
 def begin(config: TrainConfig, dataset: Dataset, resumed: CheckpointRef | None) -> Coordinator:
@@ -97,12 +106,13 @@ def begin(config: TrainConfig, dataset: Dataset, resumed: CheckpointRef | None) 
         coordinator.restore(resumed.manifest, {name: resumed.read_tensors(name) for name in names})
     elif config.init_from:
         tensors = open_checkpoint(config.init_from).read_tensors("model.safetensors")
-        mismatched = [name for name, view in coordinator.layout.views(coordinator.theta).items() if name not in tensors or tensors[name].shape != view.shape]
+        views = coordinator.layout.views(coordinator.theta)
+        mismatched = sorted(views.keys() ^ tensors.keys()) + [name for name, view in views.items() if name in tensors and tensors[name].shape != view.shape]
         if mismatched:
             raise ConfigError(
                 "init-from",
                 config.init_from,
-                f"holds another model: {mismatched[0]} is missing or has another shape",
+                f"holds another model: {mismatched[0]} is on one side only or has another shape",
                 "use the preset and model flags it was trained with",
             )
         coordinator.load_weights(tensors)
