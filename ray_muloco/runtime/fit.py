@@ -130,12 +130,25 @@ def _start_private(config: TrainConfig) -> None:
         )  # fmt: skip
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray leaves a token in the home directory, which later clusters then demand
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(
-        address="local", num_cpus=max(cores, wanted), include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-        object_store_memory=OBJECT_STORE_BYTES,
-        _system_config={"worker_niceness": 0},  # Ray's 15 would let everything else on the machine go first
-        namespace=NAMESPACE,
-    )  # fmt: skip
+    # replicas compute on a thread that is not their first: only with one arena does the C library keep its freed memory
+    with _environment("MALLOC_ARENA_MAX", "1"):
+        ray.init(
+            address="local", num_cpus=max(cores, wanted), include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+            object_store_memory=OBJECT_STORE_BYTES, namespace=NAMESPACE,
+            _system_config={"worker_niceness": 0},  # Ray's 15 would let everything else on the machine go first
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """A variable for the processes started meanwhile, unless the user has set it."""
+    given = name in os.environ
+    os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        if not given:
+            del os.environ[name]
 
 
 def _refuse_unplaceable(config: TrainConfig) -> None:
