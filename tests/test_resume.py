@@ -209,3 +209,13 @@ def test_a_run_kept_at_a_uri_resumes_on_a_machine_that_never_saw_it(source: Path
     assert resumed["theta_digest"] == whole["theta_digest"]
     again, notes = train(config)
     assert (again, notes.rounds) == (resumed, [])
+
+
+def test_settings_are_checked_again_under_the_lock(source: Path, tmp_path: Path) -> None:
+    """Two commands began at once: the one that waited for the lock finds another's run, and may not go on with other settings."""
+    config = preflight.check(config_for(source, tmp_path, "raced")).config
+    train(config, stop_after=1)
+    notes = Notes()
+    with pytest.raises(ConfigError, match=r"seed 0 -> 7"):
+        run_session(config.override({"seed": 7}), "", local_seats(), notes, notes.should_stop)
+    assert train(config)[0]["status"] == "finished", "the lock was given back and the run is what it was"

@@ -263,3 +263,17 @@ def test_a_spoilt_replica_sits_out_and_its_samples_are_tried_elsewhere(dataset: 
     next_plans = harness.coordinator.plan((0, 1))
     assert next_plans[0].ranges[0].start == plans[1].ranges[0].start
     assert next_plans[0].ranges[0].attempts == 1
+
+
+def test_data_parallel_replicas_that_drifted_do_not_commit(dataset: Dataset) -> None:
+    """Replicas that average every step must end with one θ; if they do not, the round is run again, and in the end given up."""
+    harness = Harness(toy_config(method="muon-dp"), dataset)
+    plans = harness.coordinator.plan((0, 1))
+    reports = dict(harness.group.run_inner(plans).reports)
+    assert harness.coordinator.decide(plans, reports, {}).action == "commit"
+    reports[1] = dataclasses.replace(reports[1], digest=1)
+    for _ in range(2):
+        decision = harness.coordinator.decide(plans, reports, {})
+        assert decision.action == "retry"
+        harness.coordinator.retry(plans, decision, {})
+    assert harness.coordinator.decide(plans, reports, {}).abort_reason == "replicas drifted"
