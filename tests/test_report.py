@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ray_muloco import presets
@@ -211,6 +211,7 @@ def test_phases_and_their_rest_add_up_to_the_round() -> None:
 
 
 @given(st.floats(-1e12, 1e12), st.floats(0, 1e12), st.integers(2, 8))
+@example(0.0, 5e-324, 2)
 def test_ticks_enclose_what_they_measure_in_even_steps(low: float, width: float, about: int) -> None:
     high = low + width
     found = svg.ticks(low, high, about)

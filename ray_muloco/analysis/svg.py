@@ -182,9 +182,12 @@ def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values)
 
 
+TINIEST = 1e-290  # below it a step's own power of ten is no number any more
+
+
 def _range(low: float, high: float) -> tuple[float, float]:
     """A range that has a width, around the values."""
-    if high - low > 1e-12 * max(abs(low), abs(high)):
+    if high - low > max(1e-12 * max(abs(low), abs(high)), TINIEST):
         return low, high
-    margin = abs(low) * 0.05 or 0.5
+    margin = abs(low) * 0.05 if abs(low) > 1e3 * TINIEST else 0.5
     return low - margin, high + margin
