@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-import ray_muloco.config as config_module
-from ray_muloco import presets
+from ray_muloco import config, presets, sections
 from ray_muloco.config import TrainConfig, flatten
 from ray_muloco.errors import CollectiveError, ConfigError, ReplicaLostError, RunError
 
@@ -105,6 +104,11 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("data.source", 3, "data.source"),
     ("scaling.num_replicas", 2.0, "scaling.num-replicas"),
     ("scaling.collective", "mpi", "scaling.collective"),
+    ("scaling.max_replicas", -1, "scaling.max-replicas"),
+    ("scaling.join_inner_state", "coordinator", "scaling.join-inner-state"),
+    ("scaling.equal_time_rounds", "yes", "scaling.equal-time-rounds"),
+    ("scaling.start_grace_seconds", -1.0, "scaling.start-grace-seconds"),
+    ("scaling.rejoin_timeout_seconds", -1.0, "scaling.rejoin-timeout-seconds"),
     ("run.tracker", "wandb", "run.tracker"),
     ("compute_dtype", "fp16", "compute-dtype"),
     ("compile", "yes", "compile"),
@@ -194,8 +198,8 @@ def test_a_file_with_a_field_of_another_version_is_refused_by_name() -> None:
 
 def test_every_field_has_a_docstring() -> None:
     """A flag's help is the string under its field; a field without one would be a flag without help."""
-    tree = ast.parse(inspect.getsource(config_module))
-    records = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("Config")]
+    bodies = [node for module in (config, sections) for node in ast.parse(inspect.getsource(module)).body]
+    records = [node for node in bodies if isinstance(node, ast.ClassDef) and node.name.endswith("Config")]
     bare = [
         f"{record.name}.{ast.unparse(node.target)}"
         for record in records
@@ -222,7 +226,7 @@ def test_an_unknown_preset_is_refused_with_the_presets_there_are() -> None:
     [
         ConfigError("outer.lr", -1.0, "must be above 0", "0.7 is a good start"),
         RunError("diverged", "three rounds without a finite pseudogradient", "runs/x/checkpoints/round-000003"),
-        ReplicaLostError(3, 17, 2.5, "actor died"),
+        ReplicaLostError(3, 2.5, "actor died"),
         CollectiveError("run-7", "broadcast", 60.0, "timed out"),
     ],
 )

@@ -63,7 +63,7 @@ def importers(prefix: str, *tops: str) -> set[str]:
     return {path for path, tree in sources(*tops) if any(name == prefix or name.startswith(f"{prefix}.") for name in imported(tree))}
 
 
-@pytest.mark.parametrize("module", ["ray_muloco", "ray_muloco.presets", "ray_muloco.config", "ray_muloco.errors"])
+@pytest.mark.parametrize("module", ["ray_muloco", "ray_muloco.presets", "ray_muloco.config", "ray_muloco.sections", "ray_muloco.errors"])
 def test_the_ground_floor_needs_the_standard_library_alone(module: str) -> None:
     assert brought_along([module]) == set()
 
