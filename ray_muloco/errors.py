@@ -38,17 +38,17 @@ class RunError(RuntimeError):
 
 
 class ReplicaLostError(RuntimeError):
-    """A replica died or stayed silent: who, in which round, after how many seconds, and what was seen."""
+    """A replica that another one needed died or stayed silent: who, after how many seconds, and what was seen."""
 
-    def __init__(self, replica_id: int, round_number: int, seconds: float, cause: str) -> None:
-        super().__init__(replica_id, round_number, seconds, cause)
-        self.replica_id, self.round_number, self.seconds, self.cause = replica_id, round_number, seconds, cause
+    def __init__(self, replica_id: int, seconds: float, cause: str) -> None:
+        super().__init__(replica_id, seconds, cause)
+        self.replica_id, self.seconds, self.cause = replica_id, seconds, cause
 
     def __str__(self) -> str:
-        return f"replica {self.replica_id} was lost in round {self.round_number} after {self.seconds:.1f} s: {self.cause}"
+        return f"replica {self.replica_id} was lost after {self.seconds:.1f} s: {self.cause}"
 
     def __reduce__(self):
-        return type(self), (self.replica_id, self.round_number, self.seconds, self.cause)
+        return type(self), (self.replica_id, self.seconds, self.cause)
 
 
 class CollectiveError(RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -92,38 +93,82 @@ class Killer(Notes):
 
 def replica_processes() -> list[psutil.Process]:
     """Replica actors of this process's Ray, by age."""
+    return actor_processes("ReplicaActor")
+
+
+def actor_processes(name: str) -> list[psutil.Process]:
+    """Actors of a class of this process's Ray, by age."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # ended, or a zombie, while we looked
-            if "ReplicaActor" in " ".join(process.cmdline()[:1]):
+            if name in " ".join(process.cmdline()[:1]):
                 found.append(process)
     return sorted(found, key=lambda process: process.create_time())
 
 
+def long(config: Any) -> Any:
+    """The configuration with rounds enough for faults to be seen and mended."""
+    return config.override({"budget_tokens": 60 * config.budget_tokens, "sync_interval": 20})
+
+
 @pytest.mark.parametrize("method", ["muloco", "muon-dp"])
-def test_the_survivors_of_a_kill_commit_on(source: Path, tmp_path: Path, method: str) -> None:  # noqa: F811
-    """A replica killed with -9 in mid-round is named; the others finish the budget with one θ, and no sample is lost."""
-    config = config_for(source, tmp_path, "killed", method=method, scaling__num_replicas=3, batch_sequences=6, scaling__min_replicas=1)
-    config = config.override({"budget_tokens": 20 * config.budget_tokens, "sync_interval": 20})
-    killer = Killer(at_round=3, victim=1)
-    result = fit(config, listener=killer)
+def test_the_survivors_of_a_kill_commit_on_and_another_replica_joins_them(source: Path, tmp_path: Path, method: str) -> None:  # noqa: F811
+    """D04, D06: a replica killed with -9 in mid-round is named; the others go on, another takes its place, no sample is lost."""
+    config = long(config_for(source, tmp_path, "killed", method=method, scaling__num_replicas=3, batch_sequences=6, scaling__min_replicas=1))
+    result = fit(config, listener=Killer(at_round=3, victim=1))
     participants = [r["participants"] for r in result.metrics]
     assert result.status == "finished"
-    assert (participants[0], participants[-1]) == (3, 2)
-    assert any("lost" in reason for r in result.metrics for reason in r["reasons"])
+    assert participants[0] == participants[-1] == 3
+    assert min(participants) == 2
+    reasons = [reason for r in result.metrics for reason in r["reasons"]]
+    assert any("lost" in reason for reason in reasons)
+    assert "replica 3 joins" in reasons
     assert result.tokens >= config.budget_tokens
     assert [r["round"] for r in result.metrics] == list(range(1, len(participants) + 1))
+    assert all(b["tokens"] > a["tokens"] and b["generation"] >= a["generation"] for a, b in itertools.pairwise(result.metrics))
 
 
-def test_too_few_replicas_give_up_with_the_checkpoint_to_resume_from(source: Path, tmp_path: Path) -> None:  # noqa: F811
-    """E01: with min_replicas at its default no round commits without all; the same command goes on from the checkpoint."""
-    config = config_for(source, tmp_path, "few", checkpoint__every_rounds=1)
-    config = config.override({"budget_tokens": 20 * config.budget_tokens, "sync_interval": 20})
+def test_with_fewer_than_min_replicas_nothing_commits_until_another_has_joined(source: Path, tmp_path: Path) -> None:  # noqa: F811
+    """E01: with min_replicas at its default no round commits without all; the run waits for the replacement and finishes."""
+    config = long(config_for(source, tmp_path, "few"))
+    result = fit(config, listener=Killer(at_round=2, victim=0))
+    assert result.status == "finished"
+    assert {r["participants"] for r in result.metrics} == {2}
+    assert any("the round is given up until there are more" in reason for r in result.metrics for reason in r["reasons"])
+    assert sum(r["tokens_lost"] for r in result.metrics) > 0
+
+
+def test_a_run_that_waits_in_vain_gives_up_with_a_checkpoint_of_its_last_commit(source: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Nothing is lost: not a round is trained again when the same command goes on."""
+    config = long(config_for(source, tmp_path, "vain", checkpoint__every_rounds=1000, scaling__rejoin_timeout_seconds=0.0))
     with pytest.raises(RunError, match="too few replicas") as caught:
         fit(config, listener=Killer(at_round=2, victim=0))
-    assert "round-00000" in caught.value.checkpoint
-    result = fit(config)
+    last = records(config)[-1]["round"]
+    assert caught.value.checkpoint.endswith(f"round-{last:06}")
+    result = fit(config.override({"scaling.rejoin_timeout_seconds": 60.0}))
     assert result.status == "finished"
+    assert [r["round"] for r in records(config)] == list(range(1, result.rounds + 1))
+
+
+def test_a_coordinator_that_dies_is_followed_by_another_from_the_checkpoint(source: Path, tmp_path: Path) -> None:  # noqa: F811
+    """T01, D08: killed with -9, it comes back with θ, u, inner state and cursor of one commit: the same bits as undisturbed."""
+
+    class CoordinatorKiller(Notes):
+        def round(self, record: dict[str, Any]) -> None:
+            super().round(record)
+            if record["round"] == 5 and not self.killed:
+                self.killed = True
+                actor_processes("CoordinatorActor")[-1].kill()
+
+        killed = False
+
+    config = config_for(source, tmp_path, "headless", checkpoint__every_rounds=2).override({"sync_interval": 1})
+    killer = CoordinatorKiller()
+    result = fit(config, listener=killer)
+    undisturbed, _ = train(config_for(source, tmp_path, "undisturbed").override({"sync_interval": 1}))
+    assert killer.killed
+    assert any("the coordinator died" in m for m in killer.messages)
+    assert result.summary["theta_digest"] == undisturbed["theta_digest"]
     assert [r["round"] for r in records(config)] == list(range(1, result.rounds + 1))
 
 

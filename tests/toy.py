@@ -68,7 +68,7 @@ class Harness:
         self.coordinator = Coordinator(config, dataset.tokenizer.separator_id)
         self.group = LocalGroup(dataset)
         self.group.start(config, 0, {})
-        self.group.publish(self.coordinator.theta, heal=True)
+        self.group.publish(self.coordinator.theta)
 
     def round(self, plans: dict[int, SegmentPlan] | None = None) -> tuple[dict[int, ReplicaReport], Committed]:
         """One whole round; with `plans`, on those instead of the coordinator's own."""

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError
 
 from ray_muloco.config import TrainConfig
-from ray_muloco.errors import ConfigError, RunError
+from ray_muloco.errors import ConfigError, ReplicaLostError, RunError
 
 if TYPE_CHECKING:
     from ray_muloco.runtime.links import ReplicaLink, Wiring
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 NAMESPACE = "ray_muloco"
 FETCH_SECONDS = 60.0
-FILES, CONTROL = "files", "control"
+FILES, HEALING, CONTROL = "files", "healing", "control"
 COORDINATOR = "coordinator"  # the resource of nodes that are kept for coordinators (cluster.yaml)
 
 
@@ -38,6 +40,7 @@ class ReplicaActor:
         self.link: ReplicaLink | None = None
         self._files = ThreadPoolExecutor(1)
         self._saving: Future[FileRecord] | None = None
+        self._kept: dict[str, Any] = {}
 
     def hardware(self) -> dict[str, Any]:
         """Where this replica is and what it computes with; imports torch, so that the next call finds it there."""
@@ -104,6 +107,28 @@ class ReplicaActor:
         """Begin the inner optimizer anew."""
         self.replica.reset_inner_state()
 
+    def keep_state(self) -> None:
+        """Copy the inner state as it is at this boundary, for a joiner."""
+        self._kept = self.replica.state_tensors()
+
+    @ray.method(concurrency_group=HEALING)
+    def give_state(self, _kept: None) -> dict[str, Any]:
+        """The inner state that `keep_state`, whose answer this call waits for, has copied; this replica trains on meanwhile."""
+        kept, self._kept = self._kept, {}
+        return kept
+
+    def load_state(self, states: Sequence[ray.ObjectRef[dict[str, Any]]], donor: int) -> int:
+        """Take a donor's inner state; returns its bytes. ReplicaLostError when the donor died before it gave it."""
+        from ray_muloco.training.group import num_bytes
+
+        begin = time.monotonic()
+        try:
+            tensors = ray.get(states[0])
+        except RayError as error:
+            raise ReplicaLostError(donor, time.monotonic() - begin, str(error).splitlines()[0]) from None
+        self.replica.load_state_tensors(tensors)
+        return num_bytes(tensors)
+
     def evaluate(self, sequence_numbers: Sequence[int]) -> dict[int, tuple[float, int]]:
         """Nats and bytes of validation sequences under θ."""
         return self.replica.evaluate(sequence_numbers)
@@ -137,13 +162,20 @@ class CoordinatorActor:
         self._news = threading.Condition()
         self._stop = threading.Event()
         self._fetched = threading.Event()
-        self._begun = False
+        self._config: TrainConfig | None = None
 
     def start(self, config: TrainConfig, tracking_uri: str, exit_unfetched: bool) -> str:
-        """Begin the session, once: `begun`, or what it is since an earlier driver began it, `running` or `ended`."""
-        if self._begun:
+        """Begin the session, once: `begun`, or what it is since an earlier driver began it, `running` or `ended`.
+
+        Raises ConfigError when it is running with other settings than these.
+        """
+        from ray_muloco.training import preflight
+
+        if self._config is not None:
+            if self._outcome is None:
+                preflight.refuse_other_settings(config, self._config, running=True)
             return "running" if self._outcome is None else "ended"
-        self._begun = True
+        self._config = config
         threading.Thread(target=self._run, args=(config, tracking_uri, exit_unfetched), name="session", daemon=True).start()
         return "begun"
 
@@ -200,8 +232,8 @@ class CoordinatorActor:
 
 
 def replica_actor(num_cpus: float, num_gpus: float) -> Any:
-    """The remote class of replicas, with a thread for files beside the one for phases; a dead one is not restarted empty."""
-    decorate: Any = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0, concurrency_groups={FILES: 1})  # type: ignore[call-overload]
+    """The remote class of replicas, with threads for files and joiners beside the one for phases; a dead one is not restarted empty."""
+    decorate: Any = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0, concurrency_groups={FILES: 1, HEALING: 1})  # type: ignore[call-overload]
     return decorate(ReplicaActor)
 
 
@@ -210,4 +242,4 @@ def coordinator_actor(name: str, detached: bool) -> Any:
     decorate: Any = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={CONTROL: 4})  # type: ignore[call-overload]
     # where nodes say that they are for coordinators, take one of those: a spot node would take the run down with it
     marked = {"resources": {COORDINATOR: 0.001}} if ray.cluster_resources().get(COORDINATOR) else {}
-    return decorate(CoordinatorActor).options(**marked, name=name, namespace=NAMESPACE, lifetime="detached" if detached else None, get_if_exists=detached)
+    return decorate(CoordinatorActor).options(**marked, name=name, namespace=NAMESPACE, lifetime="detached" if detached else None, get_if_exists=True)

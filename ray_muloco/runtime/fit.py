@@ -31,6 +31,7 @@ OBJECT_STORE_BYTES = 100 * 2**20  # tensors travel by collectives; the store car
 POLL_SECONDS = 0.5
 ANSWER_SECONDS = 60.0
 CONNECT_SECONDS = 5.0
+MAX_COORDINATOR_DEATHS = 3
 
 __all__ = ["Result", "fit"]
 
@@ -121,7 +122,7 @@ def _join(address: str) -> None:
 def _start_private(config: TrainConfig) -> None:
     """A local Ray with as many logical CPUs as the run asks for, within reason."""
     cores = os.cpu_count() or 1
-    wanted = config.scaling.num_replicas * config.scaling.threads_per_replica
+    wanted = config.scaling.most_replicas * config.scaling.threads_per_replica
     limit = cores * MAX_REPLICAS_A_CORE
     if wanted > limit:
         raise ConfigError(
@@ -167,33 +168,45 @@ def _refuse_unplaceable(config: TrainConfig) -> None:
 
 
 def _follow(config: TrainConfig, joined: bool, listener: Any, stopping: Callable[[], bool]) -> dict[str, Any]:
-    """Start the coordinator, or find it still running, and relay what it says until it ends."""
-    coordinator, attached = _find_or_start(config, joined)
-    if attached:
-        listener.message(f"run {config.run_name} is already going on; following it")
-    seen, asked = 0, False
-    try:
-        while True:
-            if stopping() and not asked:
-                listener.message("stopping at the next commit, with a checkpoint")
-                coordinator.request_stop.remote()
-                asked = True
-            events, outcome = ray.get(coordinator.events.remote(seen, POLL_SECONDS), timeout=ANSWER_SECONDS)
-            for kind, value in events:
-                getattr(listener, kind)(value)
-            seen += len(events)
-            if outcome is not None and not events:
-                return _unwrap(outcome)
-    except RayActorError as error:
+    """Keep a coordinator running until the run has ended: one that dies is followed by another, from the newest checkpoint."""
+    deaths, newest = 0, newest_checkpoint(config)
+    while True:
+        coordinator, attached = _find_or_start(config, joined)
+        if attached:
+            listener.message(f"run {config.run_name} is already going on; following it")
+        try:
+            return _relay(coordinator, listener, stopping)
+        except RayActorError as error:
+            cause = str(error).splitlines()[0]
+        except GetTimeoutError:
+            cause = f"it did not answer for {ANSWER_SECONDS:.0f} s"
+        finally:
+            with contextlib.suppress(RayActorError):
+                ray.kill(coordinator)
         result = preflight.result_of_run(preflight.run_path_of(config))
         if result is not None:  # it had ended, and another driver that followed it took it down
             return result
-        raise RunError("the coordinator died", str(error).splitlines()[0], newest_checkpoint(config)) from error
-    except GetTimeoutError as error:
-        raise RunError("the coordinator is silent", f"it did not answer for {ANSWER_SECONDS:.0f} s", newest_checkpoint(config)) from error
-    finally:
-        with contextlib.suppress(RayActorError):
-            ray.kill(coordinator)
+        before, newest = newest, newest_checkpoint(config)
+        deaths = 1 if newest != before else deaths + 1
+        if deaths >= MAX_COORDINATOR_DEATHS:
+            raise RunError("the coordinator died", f"{cause}; {deaths} times running without a new checkpoint", newest)
+        listener.message(f"the coordinator died ({cause}); another takes its place and goes on from {newest or 'the beginning'}")
+
+
+def _relay(coordinator: Any, listener: Any, stopping: Callable[[], bool]) -> dict[str, Any]:
+    """Pass on what the coordinator says until it ends, and ask it to stop when this process is asked to."""
+    seen, asked = 0, False
+    while True:
+        if stopping() and not asked:
+            listener.message("stopping at the next commit, with a checkpoint")
+            coordinator.request_stop.remote()
+            asked = True
+        events, outcome = ray.get(coordinator.events.remote(seen, POLL_SECONDS), timeout=ANSWER_SECONDS)
+        for kind, value in events:
+            getattr(listener, kind)(value)
+        seen += len(events)
+        if outcome is not None and not events:
+            return _unwrap(outcome)
 
 
 def _find_or_start(config: TrainConfig, joined: bool) -> tuple[Any, bool]:

@@ -16,7 +16,8 @@ from ray_muloco.config import TrainConfig
 from ray_muloco.core.memory import keep_freed_memory
 from ray_muloco.data.dataset import open_dataset
 from ray_muloco.errors import ConfigError
-from ray_muloco.runtime.group import RaySeats
+from ray_muloco.runtime.group import RayGroup
+from ray_muloco.runtime.roster import Roster
 from ray_muloco.training import storage
 from ray_muloco.training.ledger import Listener
 from ray_muloco.training.replica import Replica
@@ -26,11 +27,12 @@ from ray_muloco.training.session import Seats, run_session
 def run_on_ray(config: TrainConfig, tracking_uri: str, listener: Listener, should_stop: Callable[[], bool]) -> dict[str, Any]:
     """The session over replica actors; the actors start at once and come up while the session reads its files."""
     torch.set_num_threads(max(1, config.scaling.threads_per_replica))
-    seats = RaySeats(config)
+    roster = Roster(config)
+    seats = Seats(roster.native_bf16, lambda dataset, data_dir: RayGroup(roster, dataset.fingerprint, data_dir))
     try:
-        return run_session(config, tracking_uri, Seats(seats.native_bf16, seats.group), listener, should_stop)
+        return run_session(config, tracking_uri, seats, listener, should_stop)
     finally:
-        seats.close()
+        roster.close()
 
 
 def build_replica(config: TrainConfig, replica_id: int, device: str, data_dir: str, fingerprint: str, probe: tuple[str, str]) -> Replica:

@@ -47,17 +47,20 @@ class Wirer:
         self.store = StoreServer(ray.util.get_node_ip_address())
         self.run_id = f"muloco-{secrets.token_hex(6)}"
 
-    def wire(self, generation: int, replicas: Sequence[int]) -> tuple[Membership, dict[int, Wiring]]:
-        """The coordinator's membership in a generation, and the wiring of each replica. replicas: ids, ascending."""
+    def wire(self, generation: int, replicas: Sequence[int], timeout: float) -> tuple[Membership, dict[int, Wiring]]:
+        """The coordinator's membership in a generation, and the wiring of each replica.
+
+        replicas: ids, ascending; timeout: deadline in seconds of the formation and of each collective.
+        """
         in_main = list(replicas[:1]) if self.fabric else list(replicas)
         backend = self.fabric or GLOO
         need_peers = bool(self.fabric) or (self.config.is_data_parallel and len(replicas) > 1)
 
         def main(rank: int) -> Membership:
-            return self._membership(self.run_id, generation, len(in_main) + 1, rank, GLOO)
+            return Membership(self.store.address, self.run_id, generation, len(in_main) + 1, rank, timeout, GLOO)
 
         def peers(rank: int) -> Membership:
-            return self._membership(f"{self.run_id}-peers", generation, len(replicas), rank, backend)
+            return Membership(self.store.address, f"{self.run_id}-peers", generation, len(replicas), rank, timeout, backend)
 
         wirings = {
             k: Wiring(
@@ -79,7 +82,3 @@ class Wirer:
     def close(self) -> None:
         """Stop the rendezvous store."""
         self.store.close()
-
-    def _membership(self, run_id: str, generation: int, world_size: int, rank: int, backend: str) -> Membership:
-        timeout = self.config.scaling.collective_timeout_seconds
-        return Membership(self.store.address, run_id, generation, world_size, rank, timeout, backend)

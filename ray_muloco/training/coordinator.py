@@ -7,7 +7,7 @@ Nothing of it moves before a commit: θ, u, the sample cursor, the token count a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from ray_muloco.config import TrainConfig
 from ray_muloco.core.model import build_model
 from ray_muloco.core.outer import outer_step_
 from ray_muloco.core.params import digest, flatten_parameters_
-from ray_muloco.errors import RunError
 from ray_muloco.training.metrics import mean, replica_cosine
 from ray_muloco.training.plan import (
     MAX_FAILED_ATTEMPTS,
@@ -61,6 +60,10 @@ class Coordinator:
         self.merged = torch.empty_like(self.theta)
         self.progress = Progress()
         self.data_fingerprint = ""
+        self.speeds: dict[int, float] = {}
+        """Inner steps a second of each replica in the last round it reported."""
+        self.lost_tokens = 0
+        """Tokens planned since the last commit and not merged."""
 
     @property
     def finished(self) -> bool:
@@ -69,15 +72,15 @@ class Coordinator:
 
     # ---- plan, decide
 
-    def require_enough(self, alive: Iterable[int]) -> None:
-        """Raise RunError when fewer replicas live than a round may commit with: nothing below that is trained."""
-        num_alive, fewest = len(tuple(alive)), self.config.scaling.fewest_replicas
-        if num_alive < fewest:
-            raise RunError("too few replicas", f"{num_alive} replicas live, {fewest} are needed (scaling.min-replicas)")
+    def enough(self, alive: Collection[int]) -> bool:
+        """Whether as many replicas live as a round may commit with: with fewer nothing is trained."""
+        return len(alive) >= self.config.scaling.fewest_replicas
 
     def plan(self, alive: Iterable[int]) -> dict[int, SegmentPlan]:
         """The next round's plan for each living replica; committing nothing."""
-        plans, _ = plan_round(self.config, self.progress, alive)
+        speeds = self.speeds if self.config.scaling.equal_time_rounds else {}
+        alive = sorted(alive)
+        plans, _ = plan_round(self.config, self.progress, alive, {k: v for k, v in speeds.items() if k in alive})
         return plans
 
     def decide(self, plans: Mapping[int, SegmentPlan], reports: Mapping[int, ReplicaReport], lost: Mapping[int, str]) -> Decision:
@@ -113,28 +116,41 @@ class Coordinator:
         """
         weights = self.weights(decision.participants, reports)
         committed = self._take_over() if self.momentum is None else self._outer_step(self.momentum, weights, reports)
-        _, pool = plan_round(self.config, self.progress, plans)
-        returned, skipped = unmerged_ranges(plans, weights, decision.sitting_out)
+        pool, skipped = self._settle(plans, weights, decision)
         self.progress = dataclasses.replace(
             self.progress,
             round_number=self.progress.round_number + 1,
             tokens=self.progress.tokens + sum(reports[k].tokens for k in weights),
-            pool=pool.give_back(returned),
+            pool=pool,
             failed_attempts=0,
             skipped_samples=self.progress.skipped_samples + skipped,
         )
+        self.speeds = {k: report.num_steps / report.seconds for k, report in reports.items() if report.seconds > 0}
         return committed
+
+    def _settle(self, plans: Mapping[int, SegmentPlan], merged: Iterable[int], decision: Decision) -> tuple[SamplePool, int]:
+        """The pool after a round, and the samples given up on; what was not merged returns and counts as lost work."""
+        merged = set(merged)
+        returned, skipped = unmerged_ranges(plans, merged, decision.sitting_out)
+        unmerged = sum(len(r) for k, plan in plans.items() if k not in merged for r in plan.ranges)
+        self.lost_tokens += unmerged * self.config.model.sequence_length
+        pool = self.progress.pool.without(r for plan in plans.values() for r in plan.ranges)
+        return pool.give_back(returned), skipped
 
     def retry(self, plans: Mapping[int, SegmentPlan], decision: Decision, lost: Mapping[int, str]) -> None:
         """Give a round up: its ranges return to the pool; θ, u and the round number stay."""
-        _, pool = plan_round(self.config, self.progress, plans)
-        returned, skipped = unmerged_ranges(plans, (), decision.sitting_out)
+        pool, skipped = self._settle(plans, (), decision)
         self.progress = dataclasses.replace(
             self.progress,
-            pool=pool.give_back(returned),
+            pool=pool,
             failed_attempts=self.progress.failed_attempts + (not lost),
             skipped_samples=self.progress.skipped_samples + skipped,
         )
+
+    def take_lost_tokens(self) -> int:
+        """Tokens planned and not merged since this was asked last."""
+        taken, self.lost_tokens = self.lost_tokens, 0
+        return taken
 
     def _outer_step(self, momentum: Tensor, weights: Mapping[int, float], reports: Mapping[int, ReplicaReport]) -> Committed:
         outer = self.config.outer
@@ -185,7 +201,7 @@ class Coordinator:
             "round": progress.round_number,
             "tokens": progress.tokens,
             "cursor": progress.pool.cursor,
-            "returned_ranges": [[r.start, r.stop, r.attempts] for r in progress.pool.returned],
+            "returned_ranges": [[r.start, r.stop, r.attempts, r.failed_on] for r in progress.pool.returned],
             "generation": progress.generation,
             "failed_attempts": progress.failed_attempts,
             "skipped_samples": progress.skipped_samples,
@@ -226,8 +242,11 @@ def record_of(coordinator: Coordinator, reports: Mapping[int, ReplicaReport], me
         "tokens": coordinator.progress.tokens,
         "train_loss": sum(reports[k].train_loss * reports[k].tokens for k in merged) / tokens,
         "inner_lr": reports[merged[0]].inner_lr,
-        "num_steps": reports[merged[0]].num_steps,
+        "num_steps": max(reports[k].num_steps for k in merged),
         "participants": len(merged),
+        "effective_replicas": tokens**2 / sum(reports[k].tokens ** 2 for k in merged),
+        "tokens_merged": tokens,
+        "tokens_lost": coordinator.take_lost_tokens(),
         "grad_norm": mean([reports[k].grad_norm for k in merged]),
         "pseudogradient_norm": committed.pseudogradient_norm,
         "outer_update_norm": committed.outer_update_norm,

@@ -17,6 +17,7 @@ from ray_muloco.core.outer import pseudogradient_
 from ray_muloco.core.params import digest
 from ray_muloco.data.dataset import Dataset
 from ray_muloco.training.checkpoint import FileRecord, write_tensors
+from ray_muloco.training.membership import Census, Changes
 from ray_muloco.training.metrics import Traffic
 from ray_muloco.training.plan import ReplicaReport, SegmentPlan
 from ray_muloco.training.replica import Replica
@@ -83,20 +84,31 @@ class ReplicaGroup(Protocol):
         """
         ...
 
-    def publish(self, theta: Tensor, *, heal: bool = False) -> PublishOutcome:
-        """Give every living replica θ to begin from. heal: count the bytes as first or healing transfers."""
+    def publish(self, theta: Tensor) -> PublishOutcome:
+        """Give every living replica θ to begin from. What one receives first is counted as healing, not as downlink."""
         ...
 
     def roll_back(self) -> None:
         """Every living replica forgets an inner phase that will not commit."""
         ...
 
-    def reset_inner_state(self, replica_ids: Sequence[int]) -> None:
-        """These replicas' inner optimizers begin anew."""
+    def heal(self, replica_ids: Sequence[int]) -> None:
+        """Give these replicas an inner state as a joiner gets it: a copy of another's, or a new one."""
         ...
 
     def eject(self, replica_ids: Sequence[int]) -> None:
         """Let these replicas go; the survivors form a new generation."""
+        ...
+
+    def regroup(self, wait_seconds: float = 0.0) -> Changes:
+        """At a boundary: let joiners in that are ready (θ reaches them by `publish`), ask for replicas that are missing.
+
+        wait_seconds: how long to wait for news when there is nothing else to do.
+        """
+        ...
+
+    def census(self) -> Census:
+        """How many replicas are alive, healing and pending."""
         ...
 
     def evaluate(self, shares: Mapping[int, Sequence[int]]) -> dict[int, tuple[float, int]]:
@@ -117,6 +129,16 @@ def replica_file(replica_id: int) -> str:
     return f"replica-{replica_id}.safetensors"
 
 
+def copies_inner_state(config: TrainConfig) -> bool:
+    """Whether a joiner's inner state is a copy: always for data-parallel methods, whose replicas are one model."""
+    return config.is_data_parallel or config.scaling.join_inner_state == "donor"
+
+
+def num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of all the tensors' elements."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
 def inner_phase_traffic(config: TrainConfig, traffic: Traffic, num_params: int, num_replicas: int, num_steps: int) -> None:
     """Count what data-parallel replicas exchange each step: a gradient up and its mean down, unless there is one replica."""
     if config.is_data_parallel and num_replicas > 1:
@@ -133,6 +155,8 @@ class LocalGroup:
         self.generation = 0
         self.traffic = Traffic()
         self.replicas: dict[int, Replica] = {}
+        self._unhealed: set[int] = set()
+        self._next_id = 0
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -141,9 +165,16 @@ class LocalGroup:
     def start(self, config: TrainConfig, generation: int, inner_states: Mapping[int, Callable[[], dict[str, Tensor]]]) -> None:
         self.config, self.generation = config, generation
         for replica_id in range(config.scaling.num_replicas):
-            self.replicas[replica_id] = Replica(config, replica_id, self.dataset)
-            if replica_id in inner_states:
-                self.replicas[replica_id].load_state_tensors(inner_states[replica_id]())
+            self._add(inner_states[replica_id]() if replica_id in inner_states else None)
+
+    def _add(self, inner_state: dict[str, Tensor] | None) -> int:
+        replica_id = self._next_id
+        self._next_id += 1
+        self.replicas[replica_id] = Replica(self.config, replica_id, self.dataset)
+        self._unhealed.add(replica_id)
+        if inner_state is not None:
+            self.replicas[replica_id].load_state_tensors(inner_state)
+        return replica_id
 
     def run_inner(self, plans: Mapping[int, SegmentPlan]) -> InnerOutcome:
         runs = {k: self.replicas[k].inner_steps(plans[k]) for k in sorted(plans)}
@@ -183,31 +214,50 @@ class LocalGroup:
         self.traffic.uplink_bytes += BYTES_PER_ELEMENT * out.numel() * len(merged)
         return ExchangeOutcome(merged)
 
-    def publish(self, theta: Tensor, *, heal: bool = False) -> PublishOutcome:
+    def publish(self, theta: Tensor) -> PublishOutcome:
         digests: dict[int, int] = {}
         for k, replica in sorted(self.replicas.items()):
             replica.theta.copy_(theta)
             replica.adopt()
             digests[k] = digest(replica.theta)
-        payload = BYTES_PER_ELEMENT * theta.numel() * len(digests)
-        if heal:
-            self.traffic.heal_bytes += payload
-        else:
-            self.traffic.downlink_bytes += payload
+        self.traffic.count_publication(BYTES_PER_ELEMENT * theta.numel(), digests, self._unhealed)
+        self._unhealed.clear()
         return PublishOutcome(digests)
 
     def roll_back(self) -> None:
         for replica in self.replicas.values():
             replica.roll_back()
 
-    def reset_inner_state(self, replica_ids: Sequence[int]) -> None:
+    def heal(self, replica_ids: Sequence[int]) -> None:
         for k in replica_ids:
-            self.replicas[k].reset_inner_state()
+            state = self._donated(besides=replica_ids)
+            if state is None:
+                self.replicas[k].reset_inner_state()
+            else:
+                self.replicas[k].load_state_tensors(state)
 
     def eject(self, replica_ids: Sequence[int]) -> None:
         for k in replica_ids:
             del self.replicas[k]
         self.generation += 1
+
+    def regroup(self, wait_seconds: float = 0.0) -> Changes:
+        missing = self.config.scaling.num_replicas - len(self.replicas)
+        joined = tuple(self._add(self._donated()) for _ in range(missing))
+        self.generation += bool(joined)
+        return Changes(joined)
+
+    def census(self) -> Census:
+        return Census(len(self.replicas))
+
+    def _donated(self, besides: Sequence[int] = ()) -> dict[str, Tensor] | None:
+        """Inner state of the lowest member that holds a committed θ; None when it is to be, or can only be, a new one."""
+        donors = [k for k in self.alive if k not in self._unhealed and k not in besides]
+        if not donors or not copies_inner_state(self.config):
+            return None
+        state = self.replicas[donors[0]].state_tensors()
+        self.traffic.heal_bytes += num_bytes(state)
+        return state
 
     def evaluate(self, shares: Mapping[int, Sequence[int]]) -> dict[int, tuple[float, int]]:
         parts = [self.replicas[k].evaluate(numbers) for k, numbers in shares.items()]

@@ -24,6 +24,7 @@ from ray_muloco.training.checkpoint import CheckpointRef, CheckpointStore, FileR
 from ray_muloco.training.coordinator import Coordinator
 from ray_muloco.training.evaluate import Evaluation
 from ray_muloco.training.group import CheckpointTarget, ReplicaGroup
+from ray_muloco.training.membership import Patience
 from ray_muloco.training.metrics import summarize
 from ray_muloco.training.tracking import Tracker
 
@@ -111,7 +112,11 @@ class Ledger:
         self.config = config
         self._saved_round = resumed.round if resumed else -1
         self._tokens = resumed.manifest["tokens"] if resumed else 0
-        storage.truncate_metrics(self.metrics_path, resumed.round if resumed else 0)
+        kept = resumed.round if resumed else 0
+        known = [record["round"] for record in storage.read_metrics(self.metrics_path)]
+        if known and known[-1] > kept:
+            self.reasons([f"{known[-1] - kept} rounds since the checkpoint of round {kept} were lost with the coordinator, and are trained again"])
+        storage.truncate_metrics(self.metrics_path, kept)
         for stale in ("result.json", *REPORT_FILES):
             storage.remove(os.path.join(self.directory, stale))
         storage.atomic_write_text(os.path.join(self.directory, "config.json"), json.dumps(config.to_dict(), indent=2))
@@ -125,13 +130,20 @@ class Ledger:
             self._reasons.append(reason)
             self.listener.message(reason)
 
+    def patience(self) -> Patience:
+        """How long the run may wait for replicas it lacks, from now on."""
+        scaling = self.config.scaling
+        return Patience(scaling.fewest_replicas, scaling.rejoin_timeout_seconds, self.listener.message)
+
     def record(self, record: dict[str, Any], evaluation: Evaluation | None, group: ReplicaGroup, clock: RoundClock) -> None:
         """Complete a round's record and write it: file, tracker, listener."""
-        traffic = group.traffic.take()
+        traffic, census = group.traffic.take(), group.census()
         trained_seconds = sum(clock.seconds.values())
         tokens = record["tokens"] - self._tokens
         record |= {
-            "alive": len(group.alive),
+            "alive": census.alive,
+            "healing": census.healing,
+            "pending": census.pending,
             "generation": group.generation,
             "val_loss": evaluation.loss if evaluation else None,
             "val_bits_per_byte": evaluation.bits_per_byte if evaluation else None,
@@ -230,6 +242,13 @@ class Ledger:
             write_report(self.directory)
         except Exception as error:  # a plot that cannot be drawn must not fail a run that trained; the user is told
             self.listener.message(f"the report could not be written: {type(error).__name__}: {error}")
+
+    def rescue(self, coordinator: Coordinator, group: ReplicaGroup) -> None:
+        """Make the last commit durable before the run gives up; whoever lives writes its part."""
+        with contextlib.suppress(Exception):  # the run's own reason to end matters more, and names the newest checkpoint there is
+            if coordinator.progress.round_number > 0:
+                self.save(coordinator, group)
+            self._finish_pending()
 
     def settle(self) -> None:
         """Wait for a checkpoint on its way; whether it failed is said by whoever needed it."""

@@ -1,13 +1,13 @@
 """The whole algorithm on one screen.
 
-    plan → inner phase → decide → exchange → commit → publish → (evaluate, record, checkpoint)
+    plan → inner phase → decide → exchange → commit → regroup → publish → (evaluate, record, checkpoint)
 
 The loop knows neither Ray nor compression nor method: those are members of `ReplicaGroup` and settings of `Coordinator`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 from ray_muloco.errors import RunError
 from ray_muloco.training.coordinator import Coordinator, record_of
@@ -20,12 +20,11 @@ from ray_muloco.training.plan import Decision, SegmentPlan
 def train(coordinator: Coordinator, group: ReplicaGroup, ledger: Ledger, should_stop: Callable[[], bool]) -> str:
     """Train until the token budget is committed; `finished`, or `stopped` when asked to, at a commit either way.
 
-    Raises RunError when the run cannot go on, naming the checkpoint to resume from.
+    Raises RunError when the run cannot go on.
     """
     while not coordinator.finished:
-        if should_stop():
+        if should_stop() or not _await_enough(coordinator, group, ledger, should_stop):
             return "stopped"
-        coordinator.require_enough(group.alive)
         clock = RoundClock()
         plans = coordinator.plan(group.alive)
         inner = group.run_inner(plans)
@@ -43,12 +42,11 @@ def train(coordinator: Coordinator, group: ReplicaGroup, ledger: Ledger, should_
 
         committed = coordinator.commit(plans, reports, decision)
         clock.lap("outer")
+        ledger.reasons(group.regroup().reasons)
         _publish(coordinator, group, ledger)
         clock.lap("exchange")
 
-        if not group.alive:  # nobody is left to evaluate or to write a checkpoint
-            coordinator.require_enough(group.alive)
-        group.reset_inner_state(decision.sitting_out)
+        group.heal(decision.sitting_out)
         record = record_of(coordinator, reports, decision.participants, committed)
         evaluation = evaluate(coordinator, group, ledger.validation_sequences) if ledger.evaluation_due(coordinator) else None
         ledger.record(record, evaluation, group, clock)
@@ -71,15 +69,40 @@ def _publish(coordinator: Coordinator, group: ReplicaGroup, ledger: Ledger) -> N
 def _try_again(
     coordinator: Coordinator, group: ReplicaGroup, ledger: Ledger, plans: Mapping[int, SegmentPlan], decision: Decision, lost: Mapping[int, str]
 ) -> None:
-    """Give the round up and its samples back; raise when that will not help."""
+    """Give the round up and its samples back, take in who is ready meanwhile; raise when trying again will not help."""
     if decision.action == "abort":
-        raise RunError(decision.abort_reason, "; ".join(decision.reasons), ledger.checkpoint_path())
+        raise RunError(decision.abort_reason, "; ".join(decision.reasons))
     group.roll_back()
-    group.reset_inner_state(decision.sitting_out)
+    group.heal(decision.sitting_out)
     coordinator.retry(plans, decision, lost)
+    _take_in(coordinator, group, ledger)
+
+
+def _take_in(coordinator: Coordinator, group: ReplicaGroup, ledger: Ledger, wait_seconds: float = 0.0) -> None:
+    """A boundary without a commit: joiners that are ready receive the θ there is."""
+    changes = group.regroup(wait_seconds)
+    ledger.reasons(changes.reasons)
+    if changes.joined:
+        _publish(coordinator, group, ledger)
     coordinator.regrouped(group.generation)
 
 
-def evaluate(coordinator: Coordinator, group: ReplicaGroup, sequences: Sequence[int]) -> Evaluation:
-    """Validation loss of θ, measured by all replicas together."""
-    return combine(group.evaluate(shares(sequences, group.alive)), coordinator.config.model.sequence_length)
+def _await_enough(coordinator: Coordinator, group: ReplicaGroup, ledger: Ledger, should_stop: Callable[[], bool]) -> bool:
+    """Wait until enough replicas live to train on; False when asked to stop meanwhile."""
+    patience = None
+    while not coordinator.enough(group.alive):
+        if should_stop():
+            return False
+        patience = patience or ledger.patience()
+        patience.check(group.census())
+        _take_in(coordinator, group, ledger, wait_seconds=0.5)
+    return True
+
+
+def evaluate(coordinator: Coordinator, group: ReplicaGroup, sequences: Collection[int]) -> Evaluation | None:
+    """Validation loss of θ, measured by all replicas together; None when none lives to measure it."""
+    left, losses = set(sequences), {}
+    while left and group.alive:  # what a lost replica was to measure is left for another
+        losses |= group.evaluate(shares(sorted(left), group.alive))
+        left -= losses.keys()
+    return combine(losses, coordinator.config.model.sequence_length) if not left else None

@@ -6,7 +6,7 @@ The only place that spells these names. Everything is plain Python so that a lin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,14 @@ UNITS = {
     "val_bits_per_byte": "bits a byte of validation text",
     "inner_lr": "peak-scheduled inner learning rate of the round's last step",
     "participants": "replicas merged in the round",
-    "alive": "replicas whose actor lives",
+    "alive": "replicas whose actor lives and that hold a committed theta",
+    "healing": "replicas placed and on their way to the committed theta",
+    "pending": "replicas asked for and not placed",
+    "effective_replicas": "(sum of weights)^2 over the sum of squared weights: K when all merged replicas did the same",
+    "tokens_merged": "tokens of the round that were merged",
+    "tokens_lost": "tokens planned since the last commit that were not merged; their samples are planned again",
     "generation": "number of the membership",
-    "num_steps": "inner steps a replica took",
+    "num_steps": "inner steps of the round; the most of any replica",
     "pseudogradient_norm": "norm of the mean pseudogradient",
     "outer_update_norm": "norm of the change of the global parameters",
     "replica_cosine": "mean pairwise cosine of the replicas' pseudogradients",
@@ -46,6 +51,12 @@ class Traffic:
     uplink_bytes: int = 0
     downlink_bytes: int = 0
     heal_bytes: int = 0
+
+    def count_publication(self, payload: int, receivers: Collection[int], unhealed: Collection[int]) -> None:
+        """θ of `payload` bytes reached these replicas; to those that held none it was a healing transfer."""
+        first = sum(k in unhealed for k in receivers)
+        self.heal_bytes += first * payload
+        self.downlink_bytes += (len(receivers) - first) * payload
 
     def take(self) -> Traffic:
         """The counts so far; counting begins anew."""
@@ -93,6 +104,7 @@ def summarize(records: Sequence[Mapping[str, Any]], identity: Mapping[str, Any])
         "rounds": last.get("round", 0),
         "val_loss": evaluated[-1]["val_loss"] if evaluated else None,
         "val_bits_per_byte": evaluated[-1].get("val_bits_per_byte") if evaluated else None,
+        "val_round": evaluated[-1]["round"] if evaluated else None,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds if seconds else None,
         "uplink_bytes": sum(record["uplink_bytes"] for record in records),
@@ -101,6 +113,7 @@ def summarize(records: Sequence[Mapping[str, Any]], identity: Mapping[str, Any])
         "participants_mean": mean([record["participants"] for record in records]),
         "alive_mean": mean([record["alive"] for record in records]),
         "generations": last.get("generation", 0),
+        "tokens_lost": sum(record.get("tokens_lost", 0) for record in records),
         "theta_digest": identity["theta_digest"],
         "checkpoint": identity["checkpoint"],
         "status": identity.get("status", "finished"),

@@ -21,6 +21,8 @@ class SampleRange:
     start: int
     stop: int
     attempts: int = 0
+    failed_on: int = -1
+    """Replica whose pseudogradient over these samples was not finite, if one's was."""
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -33,21 +35,34 @@ class SamplePool:
     cursor: int = 0
     returned: tuple[SampleRange, ...] = ()
 
-    def take(self, count: int) -> tuple[tuple[SampleRange, ...], SamplePool]:
-        """The next `count` indices, returned ones first, and the pool without them."""
+    def take(self, count: int, avoid: int | None = None) -> tuple[tuple[SampleRange, ...], SamplePool]:
+        """The next `count` indices, returned ones first, and the pool without them; not those that failed on `avoid`."""
         taken: list[SampleRange] = []
-        left = list(self.returned)
-        while count and left:
-            head = left.pop(0)
-            size = min(count, len(head))
-            taken.append(replace(head, stop=head.start + size))
+        left: list[SampleRange] = []
+        for head in self.returned:
+            size = 0 if head.failed_on == avoid else min(count, len(head))
+            if size:
+                taken.append(replace(head, stop=head.start + size))
             if size < len(head):
-                left.insert(0, replace(head, start=head.start + size))
+                left.append(replace(head, start=head.start + size))
             count -= size
         cursor = self.cursor + count
         if count:
             taken.append(SampleRange(self.cursor, cursor))
         return tuple(taken), SamplePool(cursor, tuple(left))
+
+    def without(self, ranges: Iterable[SampleRange]) -> SamplePool:
+        """The pool once these ranges, which `take` gave out, are trained on or given back apart."""
+        taken = sorted(ranges, key=lambda r: r.start)
+        left: list[SampleRange] = []
+        for head in self.returned:
+            begin = head.start
+            for r in taken:
+                if begin < r.stop and r.start < head.stop:
+                    left += [replace(head, start=begin, stop=r.start)] if r.start > begin else []
+                    begin = r.stop
+            left += [replace(head, start=begin)] if begin < head.stop else []
+        return SamplePool(max([self.cursor, *(r.stop for r in taken)]), tuple(left))
 
     def give_back(self, ranges: Iterable[SampleRange]) -> SamplePool:
         """The pool with those ranges again, in order of index."""
@@ -105,7 +120,7 @@ class Decision:
     """Who is merged, who sits out, who is gone, and whether the round commits."""
 
     action: str
-    """`commit`, `retry` (nothing to merge, the ranges return to the pool) or `abort`."""
+    """`commit`, `retry` or `wait` (nothing is merged, the ranges return to the pool; `wait` for more replicas), or `abort`."""
     participants: tuple[int, ...]
     sitting_out: tuple[int, ...]
     reasons: tuple[str, ...] = ()
@@ -132,7 +147,7 @@ MAX_RANGE_ATTEMPTS = 2
 MAX_FAILED_ATTEMPTS = 3
 
 
-def num_round_steps(remaining_tokens: int, tokens_per_step: int, sync_interval: int) -> int:
+def num_round_steps(remaining_tokens: int, tokens_per_step: float, sync_interval: int) -> int:
     """Inner steps h of the next round: T steps left are spread over ceil(T / H) rounds of nearly equal length.
 
     h = ceil(T / ceil(T / H)). Taken anew each round from what is left, so that no one-step tail with full outer momentum
@@ -142,28 +157,44 @@ def num_round_steps(remaining_tokens: int, tokens_per_step: int, sync_interval: 
     return math.ceil(steps / math.ceil(steps / sync_interval))
 
 
-def plan_round(config: TrainConfig, progress: Progress, alive: Iterable[int]) -> tuple[dict[int, SegmentPlan], SamplePool]:
+SAME_SPEED = 0.8
+
+
+def speed_fractions(speeds: Mapping[int, float], replicas: Iterable[int]) -> dict[int, float]:
+    """f_k = v_k / v_max for each replica; 1 while v_k is within 20 % of v_max, or not measured yet. speeds: steps a second."""
+    fastest = max(speeds.values(), default=0.0)
+    fractions = {k: speeds.get(k, fastest) / fastest if fastest else 1.0 for k in replicas}
+    return {k: 1.0 if f >= SAME_SPEED else f for k, f in fractions.items()}
+
+
+def plan_round(
+    config: TrainConfig, progress: Progress, alive: Iterable[int], speeds: Mapping[int, float] | None = None
+) -> tuple[dict[int, SegmentPlan], SamplePool]:
     """Plans of the next round for the living replicas in order of id, and the pool that is left if it commits.
 
     A replica's batch is B / K with K the configured number, whoever lives: with fewer alive the global batch shrinks.
+    speeds: steps a second by replica, for rounds of equal time: steps_k = max(1, round(h · v_k / v_max)).
     """
     replicas = sorted(alive)
     batch = config.replica_batch_sequences
-    step_tokens = len(replicas) * batch * config.model.sequence_length
-    num_steps = num_round_steps(config.budget_tokens - progress.tokens, step_tokens, config.sync_interval)
+    fractions = speed_fractions(speeds or {}, replicas)
+    step_tokens = batch * config.model.sequence_length
+    num_steps = num_round_steps(config.budget_tokens - progress.tokens, sum(fractions.values()) * step_tokens, config.sync_interval)
+    steps = {k: max(1, round(num_steps * fractions[k])) for k in replicas}
+    round_tokens = sum(steps.values()) * step_tokens
     plans: dict[int, SegmentPlan] = {}
     pool = progress.pool
     for replica_id in replicas:
-        ranges, pool = pool.take(num_steps * batch)
+        ranges, pool = pool.take(steps[replica_id] * batch, avoid=replica_id if len(replicas) > 1 else None)
         plans[replica_id] = SegmentPlan(
             round_number=progress.round_number + 1,
             generation=progress.generation,
             replica_id=replica_id,
             ranges=ranges,
-            num_steps=num_steps,
+            num_steps=steps[replica_id],
             batch_sequences=batch,
             progress_start=progress.tokens / config.budget_tokens,
-            progress_per_step=step_tokens / config.budget_tokens,
+            progress_per_step=round_tokens / steps[replica_id] / config.budget_tokens,
         )
     return plans, pool
 
@@ -189,8 +220,8 @@ def decide(plans: Mapping[int, SegmentPlan], reports: Mapping[int, ReplicaReport
         return Decision(action=action, participants=participants, sitting_out=sitting_out, reasons=tuple(reasons), abort_reason=abort_reason)
 
     if num_alive < fewest:
-        reasons.append(f"{num_alive} of {len(plans)} replicas live, {fewest} are needed (scaling.min-replicas)")
-        return decision("abort", "too few replicas")
+        reasons.append(f"{num_alive} of {len(plans)} replicas live, {fewest} are needed (scaling.min-replicas): the round is given up until there are more")
+        return decision("wait")
     if not interrupted and len(participants) >= max(fewest, 1):
         return decision("commit")
     if not lost:
@@ -208,11 +239,14 @@ def unmerged_ranges(plans: Mapping[int, SegmentPlan], merged: Iterable[int], fai
     Ranges of replicas that were not merged return to the pool; those of `failed` (not finite) replicas with one more
     attempt against them, and after MAX_RANGE_ATTEMPTS they are skipped.
     """
+    failed = set(failed)
     returned: list[SampleRange] = []
     skipped = 0
     for replica_id in sorted(set(plans) - set(merged)):
         for sample_range in plans[replica_id].ranges:
-            tried = replace(sample_range, attempts=sample_range.attempts + (replica_id in set(failed)))
+            tried = sample_range
+            if replica_id in failed:
+                tried = replace(tried, attempts=tried.attempts + 1, failed_on=replica_id)
             if tried.attempts >= MAX_RANGE_ATTEMPTS:
                 skipped += len(tried)
             else:

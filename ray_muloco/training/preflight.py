@@ -75,20 +75,30 @@ def reconcile(config: TrainConfig, saved: TrainConfig) -> TrainConfig:
         config = config.override({"compute_dtype": saved.compute_dtype})
     if config.scaling.threads_per_replica == 0 and config.scaling.num_replicas == saved.scaling.num_replicas:
         config = config.override({"scaling.threads_per_replica": saved.scaling.threads_per_replica})
+    refuse_other_settings(config, saved)
+    return config
+
+
+def refuse_other_settings(config: TrainConfig, saved: TrainConfig, *, running: bool = False) -> None:
+    """ConfigError with all differences in one line, but for those a run may change: scale, checkpoints, names, a longer budget.
+
+    running: the other run is going on, with its budget; the answer to an `auto` is its own.
+    """
+    if running and "auto" in (config.compute_dtype, saved.compute_dtype):
+        config = config.override({"compute_dtype": saved.compute_dtype})
     refused = {
         name: values
         for name, values in config.differences(saved).items()
-        if not name.startswith(CHANGEABLE) and not (name == "budget_tokens" and config.budget_tokens > saved.budget_tokens)
+        if not name.startswith(CHANGEABLE) and not (name == "budget_tokens" and config.budget_tokens > saved.budget_tokens and not running)
     }
     if refused:
         changes = ", ".join(f"{name} {theirs!r} -> {mine!r}" for name, (mine, theirs) in refused.items())
         raise ConfigError(
             "run.name",
             config.run_name,
-            f"is a run that was started with other settings ({changes})",
-            "choose another --run.name, or start from its weights with --init-from",
+            f"is a run that {'is going on' if running else 'was started'} with other settings ({changes})",
+            "stop it first, or choose another --run.name" if running else "choose another --run.name, or start from its weights with --init-from",
         )
-    return config
 
 
 def has_checkpoint(run_path: str) -> bool:

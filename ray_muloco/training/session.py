@@ -75,7 +75,11 @@ def run_session(config: TrainConfig, tracking_uri: str, seats: Seats, listener: 
         group = seats.group(dataset, ledger.data_dir)
         group.start(config, coordinator.progress.generation + bool(resumed), inner_states(config, resumed))
         first_publish(coordinator, group)
-        outcome = train(coordinator, group, ledger, should_stop)
+        try:
+            outcome = train(coordinator, group, ledger, should_stop)
+        except RunError:
+            ledger.rescue(coordinator, group)
+            raise
         result = ledger.finish(coordinator, group, outcome)
         status = "FINISHED" if outcome == "finished" else "KILLED"
         return result
@@ -121,16 +125,19 @@ def begin(config: TrainConfig, dataset: Dataset, resumed: CheckpointRef | None) 
 
 
 def inner_states(config: TrainConfig, resumed: CheckpointRef | None) -> dict[int, Callable[[], dict[str, torch.Tensor]]]:
-    """How each replica of a resumed run reads its inner state; one that was not there takes the lowest one's, as a joiner does."""
-    if resumed is None:
+    """How each replica of a resumed run reads its inner state: the n-th lowest id takes the n-th lowest one's.
+
+    One more than were saved takes the lowest one's, as a joiner does. Empty when no replica lived to save its own.
+    """
+    saved = sorted(resumed.manifest["replicas"]) if resumed is not None else []
+    if resumed is None or not saved:
         return {}
-    saved = sorted(resumed.manifest["replicas"])
-    return {k: partial(resumed.read_tensors, replica_file(k if k in saved else saved[0])) for k in range(config.scaling.num_replicas)}
+    return {k: partial(resumed.read_tensors, replica_file(saved[k] if k < len(saved) else saved[0])) for k in range(config.scaling.most_replicas)}
 
 
 def first_publish(coordinator: Coordinator, group: ReplicaGroup) -> None:
     """θ to every replica before the first round; refuses to start unless all hold the same bits."""
-    published = group.publish(coordinator.theta, heal=True)
+    published = group.publish(coordinator.theta)
     strays = coordinator.disagreeing(published.digests)
     if strays or published.lost:
         causes = [f"replica {k} holds other parameters than the coordinator" for k in strays] + [f"replica {k}: {cause}" for k, cause in published.lost.items()]

@@ -1,0 +1,66 @@
+"""Waiting for actors, always with a deadline: who answered, and who is gone with what cause."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from ray_muloco.errors import CollectiveError, ConfigError
+
+
+def collect(calls: Mapping[int, Any], limit: float) -> tuple[dict[int, Any], dict[int, str]]:
+    """Answers by replica, and causes for those that are lost: dead, silent beyond `limit` seconds, or failed in our own code.
+
+    A replica whose collective failed lives and is in neither. Raises ConfigError when that is what a replica raised.
+    """
+    deadline = time.monotonic() + limit
+    answers: dict[int, Any] = {}
+    lost: dict[int, str] = {}
+    waiting = {call: k for k, call in calls.items()}
+    while waiting:
+        ready, _ = ray.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            lost.update(dict.fromkeys(waiting.values(), f"silent for {limit:.0f} s"))
+            break
+        k = waiting.pop(ready[0])
+        try:
+            answers[k] = ray.get(ready[0], timeout=max(1.0, deadline - time.monotonic()))
+        except RayActorError as error:
+            lost[k] = died(error)
+        except RayTaskError as error:
+            cause = raised(error)
+            if isinstance(cause, ConfigError):
+                raise cause from None
+            if not isinstance(cause, CollectiveError):
+                lost[k] = f"{type(cause).__name__}: {cause}"
+        except GetTimeoutError:
+            lost[k] = f"its answer did not arrive within {limit:.0f} s"
+    return answers, lost
+
+
+def died(error: RayActorError) -> str:
+    """An actor's death in a few words."""
+    return f"its actor died ({str(error).splitlines()[0]})"
+
+
+def raised(error: RayTaskError) -> BaseException:
+    """What an actor's method raised, as it was there."""
+    return error.cause if isinstance(error.cause, BaseException) else error
+
+
+def first_death(calls: Mapping[int, Any]) -> str:
+    """Names a replica whose actor died under one of these calls; empty while none did. Does not wait."""
+    ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=0)
+    for k, call in calls.items():
+        if call in ready:
+            try:
+                ray.get(call, timeout=1.0)
+            except RayActorError:
+                return f"replica {k} died"
+            except (RayTaskError, GetTimeoutError):  # whoever collects the answers deals with these
+                continue
+    return ""

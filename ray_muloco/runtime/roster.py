@@ -1,0 +1,300 @@
+"""The roster: whom a run asked for, who is on the way, who is a member.
+
+    asked for → placed → built → (healed by a donor) → ready → member, at a round's boundary
+
+A replica that is wanted and not placed stays a pending actor: that is the demand an autoscaler acts on. Ids are never
+used twice: a replacement is another replica.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from ray_muloco.config import TrainConfig
+from ray_muloco.errors import ConfigError, ReplicaLostError, RunError
+from ray_muloco.runtime.actors import replica_actor
+from ray_muloco.runtime.answers import died, raised
+from ray_muloco.runtime.nodes import DrainWatch
+from ray_muloco.training.group import copies_inner_state
+from ray_muloco.training.membership import Changes
+
+POLL_SECONDS = 0.2
+DRAIN_MARGIN_SECONDS = 2.0
+RETRY_SECONDS = (1.0, 2.0, 5.0, 15.0, 60.0)
+"""Pauses before the next replica is asked for, by the number of failures running."""
+
+
+@dataclass(slots=True)
+class Recruit:
+    """A replica on its way to membership. `call` is the actor's method that is awaited."""
+
+    actor: Any
+    call: Any
+    stage: str = "asked"
+    """`asked`, `building`, `built`, `healing` or `ready`."""
+    since: float = field(default_factory=time.monotonic)
+    facts: dict[str, Any] = field(default_factory=dict)
+    has_state: bool = False
+    """Whether its inner state came from a checkpoint."""
+    donors_tried: int = 0
+
+
+@dataclass(slots=True)
+class Member:
+    """A replica that trains. facts: where it is and what it computes with."""
+
+    actor: Any
+    facts: dict[str, Any]
+    leaving: bool = False
+
+
+class Roster:
+    """Replica actors of a run, from the asking to the end."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.members: dict[int, Member] = {}
+        self.recruits: dict[int, Recruit] = {}
+        self.refuse: Callable[[Mapping[str, Any]], str] = lambda facts: ""
+        """Says why a placed replica cannot take part, if it cannot."""
+        self._healed_bytes = 0
+        self._class = replica_actor(max(1, config.scaling.threads_per_replica), config.scaling.gpus_per_replica)
+        self._build: Callable[[int], tuple[Any, ...]] | None = None
+        self._drains = DrainWatch()
+        self._next_id = 0
+        self._failures = 0
+        self._not_before = 0.0
+        self._backlog: list[str] = []
+        """Sentences that the next boundary is to report."""
+        self._ask()
+
+    # ---- beginning and end
+
+    def hardware(self) -> dict[int, dict[str, Any]]:
+        """What each placed replica computes with, once enough of them are placed.
+
+        Waits for min_replicas, and a little longer for the rest of num_replicas. RunError names those that are missing.
+        """
+        scaling = self.config.scaling
+        begin, enough_since = time.monotonic(), 0.0
+        while (placed := self._placed()) < scaling.num_replicas:
+            now = time.monotonic()
+            if placed >= scaling.fewest_replicas:
+                enough_since = enough_since or now
+                if now - enough_since >= scaling.start_grace_seconds:
+                    break
+            elif now - begin >= scaling.placement_timeout_seconds:
+                missing = sorted(k for k, r in self.recruits.items() if r.stage == "asked")
+                raise RunError(
+                    "replicas not placed",
+                    f"replicas {missing} of {scaling.num_replicas} were not placed within {scaling.placement_timeout_seconds:.0f} s; "
+                    f"the cluster has {ray.available_resources()} free (scaling.placement-timeout-seconds)" + "".join(f"; {note}" for note in self._backlog),
+                )
+            self._backlog += self._poll(POLL_SECONDS)
+            self._ask()
+        return {k: r.facts for k, r in self.recruits.items() if r.facts}
+
+    def native_bf16(self) -> bool:
+        """Whether every placed replica multiplies bf16 natively."""
+        return all(facts["native_bf16"] for facts in self.hardware().values())
+
+    def open(self, build: Callable[[int], tuple[Any, ...]], with_state: Sequence[int]) -> None:
+        """From now on replicas are built with these arguments as soon as they are placed. with_state: ids whose arguments hold an inner state."""
+        self._build = build
+        for k, recruit in self.recruits.items():
+            recruit.has_state = k in with_state
+            if recruit.stage == "building":
+                recruit.call = recruit.actor.build.remote(*build(k))
+
+    def start(self) -> None:
+        """Build those that are placed, and make them members; RunError when too few of them come up, or their own ConfigError."""
+        placed = set(self.hardware())
+        failures: list[str] = []
+        while any(k in placed and r.stage == "building" for k, r in self.recruits.items()):
+            failures += self._poll(POLL_SECONDS, at_start=True)
+        for k in sorted(placed & self.recruits.keys()):
+            self._admit(k)
+        if len(self.members) < self.config.scaling.fewest_replicas:
+            raise RunError("replicas could not start", "; ".join(failures))
+        self._backlog += failures
+
+    def close(self) -> None:
+        """End all actors."""
+        for seat in (*self.members.values(), *self.recruits.values()):
+            ray.kill(seat.actor, no_restart=True)
+        self.members, self.recruits = {}, {}
+
+    # ---- members
+
+    def drop(self, replica_id: int) -> None:
+        """End a member's actor; a stopped process takes seconds to die, which nobody waits for."""
+        member = self.members.pop(replica_id, None)
+        if member is not None:
+            ray.kill(member.actor, no_restart=True)
+
+    def pending(self) -> int:
+        """Replicas asked for and not placed."""
+        return sum(r.stage == "asked" for r in self.recruits.values())
+
+    def take_healed_bytes(self) -> int:
+        """Bytes of inner state that reached recruits since this was asked last."""
+        taken, self._healed_bytes = self._healed_bytes, 0
+        return taken
+
+    # ---- a boundary
+
+    def regroup(self, wait_seconds: float, donors: Sequence[int], round_seconds: float) -> Changes:
+        """Move recruits on, let members go whose nodes end, let in who is ready, ask for who is missing.
+
+        donors: members that hold a committed θ; round_seconds: what a round takes, for those that must leave before a deadline.
+        """
+        notes, self._backlog = self._backlog, []
+        notes += self._poll(wait_seconds)
+        deadlines = self._drains.deadlines()
+        notes += self._notice_drains(deadlines)
+        room = self.config.scaling.most_replicas - self._staying()
+        if room > 0 or not self.config.is_data_parallel:
+            notes += self._heal(donors)
+        if self.config.is_data_parallel:  # one model: the copy must be of this very boundary, so it is awaited
+            notes += self._await_healing()
+        joining = sorted(k for k, r in self.recruits.items() if r.stage == "ready")[: max(0, room)]
+        left = self._leave(deadlines, round_seconds, len(joining))
+        joined = joining[: max(0, self.config.scaling.most_replicas - len(self.members))]
+        for k in joined:
+            self._admit(k)
+        self._ask()
+        return Changes(tuple(joined), left, tuple(notes))
+
+    def _notice_drains(self, deadlines: Mapping[str, float]) -> list[str]:
+        """Mark members whose nodes are drained: replacements are asked for at the first notice. Recruits there are let go."""
+        for k in [k for k, r in self.recruits.items() if r.facts.get("node_id") in deadlines]:
+            self._dismiss(k)
+        notes: list[str] = []
+        for k, member in sorted(self.members.items()):
+            if member.facts["node_id"] in deadlines and not member.leaving:
+                member.leaving = True
+                notes.append(f"replica {k} will leave: its node is drained within {deadlines[member.facts['node_id']] - time.time():.0f} s")
+        return notes
+
+    def _leave(self, deadlines: Mapping[str, float], round_seconds: float, num_joining: int) -> dict[int, str]:
+        """Let go of leaving members that have a replacement now, or no time for another round."""
+        left: dict[int, str] = {}
+        for k, member in sorted(self.members.items()):
+            seconds = deadlines.get(member.facts["node_id"], math.inf) - time.time()
+            if member.leaving and (len(left) < num_joining or seconds < 2 * round_seconds + DRAIN_MARGIN_SECONDS):
+                left[k] = f"left: its node is drained, {seconds:.0f} s before the deadline"
+        for k in left:
+            self.drop(k)
+        return left
+
+    def _staying(self) -> int:
+        return sum(not member.leaving for member in self.members.values())
+
+    def _admit(self, replica_id: int) -> None:
+        recruit = self.recruits.pop(replica_id)
+        self.members[replica_id] = Member(recruit.actor, recruit.facts)
+        self._failures = 0
+
+    def _ask(self) -> None:
+        """Ask Ray for the replicas that are missing, unless the last ones just failed."""
+        if time.monotonic() < self._not_before:
+            return
+        for _ in range(self.config.scaling.most_replicas - self._staying() - len(self.recruits)):
+            k, self._next_id = self._next_id, self._next_id + 1
+            actor = self._class.remote(k)
+            self.recruits[k] = Recruit(actor, actor.hardware.remote())
+
+    def _placed(self) -> int:
+        return sum(bool(r.facts) for r in self.recruits.values())
+
+    def _poll(self, wait_seconds: float, *, at_start: bool = False) -> list[str]:
+        """Move every recruit on whose call has been answered; sentences about those that failed, and are dismissed."""
+        calls = {r.call: k for k, r in self.recruits.items() if r.call is not None}
+        ready: list[Any] = []
+        if calls:
+            ready, _ = ray.wait(list(calls), num_returns=1, timeout=wait_seconds, fetch_local=False)
+            ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=0, fetch_local=False) if ready else ([], [])
+        elif wait_seconds:
+            time.sleep(wait_seconds)
+        failures = [cause for call in ready if (cause := self._answered(calls[call], at_start))]
+        failures += [self._fail(k, "was silent while it got ready") for k, r in list(self.recruits.items()) if self._is_late(r)]
+        return failures
+
+    def _answered(self, k: int, at_start: bool) -> str:
+        """One recruit's call has an answer: its next stage, or why it has none."""
+        recruit = self.recruits[k]
+        try:
+            value: Any = ray.get(recruit.call, timeout=POLL_SECONDS * 50)
+        except RayActorError as error:
+            return self._fail(k, f"could not start: {died(error)}")
+        except RayTaskError as error:
+            cause = raised(error)
+            if isinstance(cause, ReplicaLostError):  # its donor, not itself
+                recruit.stage, recruit.call = "built", None
+                return f"replica {k} takes its inner state from another replica: {cause}"
+            if isinstance(cause, ConfigError) and at_start:
+                raise cause from None
+            return self._fail(k, f"could not start: {type(cause).__name__}: {cause}")
+        recruit.call, recruit.since = None, time.monotonic()
+        if recruit.stage == "asked":
+            recruit.facts, recruit.stage = value, "building"
+            if why := self.refuse(value):
+                return self._fail(k, f"cannot take part: {why}")
+            if self._build is not None:
+                recruit.call = recruit.actor.build.remote(*self._build(k))
+        elif recruit.stage == "building":
+            recruit.stage = "ready" if recruit.has_state or not copies_inner_state(self.config) else "built"
+        else:
+            self._healed_bytes += value
+            recruit.stage = "ready"
+        return ""
+
+    def _is_late(self, recruit: Recruit) -> bool:
+        return recruit.call is not None and recruit.stage != "asked" and time.monotonic() - recruit.since > self.config.scaling.first_round_seconds
+
+    def _heal(self, donors: Sequence[int]) -> list[str]:
+        """Have every built recruit copy a donor's inner state, while the others train on."""
+        notes: list[str] = []
+        for k, recruit in sorted(self.recruits.items()):
+            if recruit.stage != "built":
+                continue
+            if not donors:
+                if not self.members:
+                    recruit.stage = "ready"
+                    notes.append(f"replica {k} begins with a new inner state: nobody lives to copy one from")
+                continue
+            donor = donors[recruit.donors_tried % len(donors)]
+            recruit.donors_tried += 1
+            recruit.call, recruit.stage = self.copy_state(donor, recruit.actor), "healing"
+        return notes
+
+    def copy_state(self, donor: int, receiver: Any) -> Any:
+        """Have a receiver load the inner state that a donor has now; the donor pauses only to copy it."""
+        actor = self.members[donor].actor
+        state = actor.give_state.remote(actor.keep_state.remote())
+        return receiver.load_state.remote([state], donor)  # in a list: the receiver fetches it, and knows whose death it was
+
+    def _await_healing(self) -> list[str]:
+        deadline = time.monotonic() + self.config.scaling.hang_floor_seconds
+        notes: list[str] = []
+        while any(r.stage == "healing" for r in self.recruits.values()) and time.monotonic() < deadline:
+            notes += self._poll(POLL_SECONDS)
+        late = [k for k, r in self.recruits.items() if r.stage == "healing"]
+        return notes + [self._fail(k, "did not get its inner state in time") for k in late]
+
+    def _fail(self, replica_id: int, cause: str) -> str:
+        self._dismiss(replica_id)
+        pause = RETRY_SECONDS[min(self._failures, len(RETRY_SECONDS) - 1)]
+        self._failures += 1
+        self._not_before = time.monotonic() + pause
+        return f"replica {replica_id} {cause}; another is asked for in {pause:.0f} s"
+
+    def _dismiss(self, replica_id: int) -> None:
+        ray.kill(self.recruits.pop(replica_id).actor, no_restart=True)
