@@ -15,7 +15,7 @@ from ray_muloco.data.dataset import check_source, tokenizer_digest
 from ray_muloco.data.tokenizer import spec_digest
 from ray_muloco.errors import ConfigError
 from ray_muloco.training import storage
-from ray_muloco.training.manifest import newest_checkpoint, newest_manifest, tokenizer_spec
+from ray_muloco.training.manifest import MANIFEST, newest_checkpoint, newest_manifest, tokenizer_spec
 from ray_muloco.training.metrics import Result
 from ray_muloco.training.tracking import tracking_uri
 
@@ -89,7 +89,7 @@ def check_initial_weights(config: TrainConfig) -> None:
         found = newest_manifest(config.init_from, field="init-from")
         if found is None:
             raise ConfigError(
-                "init-from", config.init_from, "is no checkpoint: it has no manifest.json", "give a directory below checkpoints/, or a run's directory"
+                "init-from", config.init_from, f"is no checkpoint: it has no {MANIFEST}", "give a directory below checkpoints/, or a run's directory"
             )
         path, manifest = found
         model, theirs = config.to_dict()["model"], manifest.get("config", {}).get("model", {})
