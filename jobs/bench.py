@@ -10,7 +10,6 @@ nothing.
 from __future__ import annotations
 
 import importlib
-import json
 import multiprocessing
 import os
 import sys
@@ -22,7 +21,7 @@ from typing import Annotated, Literal
 
 import tyro
 from _bench.measure import Effort, Figure
-from _main import parse, run
+from _main import check_json_place, parse, run, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -90,12 +89,11 @@ def as_json(figures: dict[str, list[Figure]]) -> dict[str, dict[str, dict[str, o
 def main() -> int:
     """Measure, print, write."""
     arguments = parse(Arguments, description=__doc__)
+    check_json_place(arguments.json)
     console = Console(width=None if sys.stdout.isatty() else 140)
     figures = measure(arguments.cases or tuple(CASES), arguments.quick, console)
     console.print(table(figures))
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(as_json(figures), indent=2))
+    write_json(arguments.json, as_json(figures))
     return 0
 
 

@@ -7,12 +7,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-from _main import parse, run
+from _main import check_json_place, parse, run, write_json
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,14 @@ class Flags:
 def main() -> int:
     """Run the job; returns its exit code."""
     flags = parse(Flags, description=__doc__)
+    check_json_place(flags.json)
     from ray_muloco.training.inference import load_trained, sample
 
     trained = load_trained(flags.checkpoint)
     ids = list(sample(trained, flags.prompt, max_tokens=flags.max_tokens, temperature=flags.temperature, top_k=flags.top_k, seed=flags.seed))
     text = trained.tokenizer.decode(ids)
     sys.stdout.write(f"{flags.prompt}{text}\n")
-    if flags.json:
-        Path(flags.json).write_text(json.dumps({"checkpoint": flags.checkpoint, "round": trained.round_number, "prompt": flags.prompt, "sample": text}))
+    write_json(flags.json, {"checkpoint": flags.checkpoint, "round": trained.round_number, "prompt": flags.prompt, "sample": text})
     return 0
 
 

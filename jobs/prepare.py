@@ -9,21 +9,20 @@ The same command again goes on where an interrupted one stopped. Exit codes: 0 d
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from _main import parse, run
+from _main import check_json_place, parse, run, write_json
 
 from ray_muloco.config import DataConfig
 from ray_muloco.data.locations import is_uri
 from ray_muloco.data.preparation import MODEST_SEQUENCE_LENGTH, Preparation, check, prepare
 from ray_muloco.data.units import UnitRecord
 from ray_muloco.errors import ConfigError
+from ray_muloco.training.storage import require_writable
 
 _LINE_EVERY_SECONDS = 5.0
 
@@ -100,16 +99,18 @@ class LiveProgress:
 def main() -> int:
     """Run the job; returns its exit code."""
     flags = parse(Flags, prog="prepare.py", description=__doc__)
+    check_json_place(flags.json)
     preparation = check(flags.data, _durable(flags.output), sequence_length=flags.sequence_length, unit_bytes=flags.unit_bytes)
     began = time.monotonic()
     finished_before = preparation.finished_manifest is not None
+    if not finished_before:
+        require_writable(os.path.expanduser(flags.output), field="output")
     with LiveProgress() if sys.stdout.isatty() else PlainProgress() as progress:
         one_unit = sum(map(len, preparation.plan.units)) == 1  # nothing to do in parallel: starting Ray would take longer
         manifest = _prepare_somewhere(preparation, progress, local=flags.local or finished_before or one_unit)
     figures = summary(manifest, preparation, time.monotonic() - began)
     _print(figures, finished_before)
-    if flags.json:
-        Path(flags.json).write_text(json.dumps(figures, indent=2), encoding="utf-8")
+    write_json(flags.json, figures)
     return 0
 
 

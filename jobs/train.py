@@ -10,20 +10,18 @@ Every field of the configuration is a flag; the preset and the method set their 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 from _display import make_display
+from _main import check_json_place, run, write_json
 from _main import parse as parse_flags
-from _main import run
 
 from ray_muloco import presets
-from ray_muloco.config import TrainConfig
+from ray_muloco.config import TrainConfig, flatten
 from ray_muloco.errors import ConfigError
 
 STOPPED = 3
@@ -46,37 +44,67 @@ class Flags:
 
 
 def parse(arguments: list[str]) -> Flags:
-    """The flags, with the preset's values for this method and number of replicas as defaults."""
+    """The flags. What is not given has the preset's value for this method and number of replicas, or that of the run that is resumed."""
     name, rest = ("tiny", arguments) if not arguments or arguments[0].startswith("-") else (arguments[0], arguments[1:])
     if not arguments:
         raise ConfigError("PRESET", "", f"must be one of {', '.join(presets.PRESETS)}", "for example: python jobs/train.py tiny")
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--method", default="muloco")
-    early.add_argument("--scaling.num-replicas", "--scaling.num_replicas", dest="replicas", default="1")
-    known, _ = early.parse_known_args([a for a in rest if a not in ("-h", "--help")])
-    replicas = int(known.replicas) if known.replicas.isdecimal() else 1
-    method: Any = known.method if known.method in presets.METHODS else "muloco"
-    defaults = Flags(config=presets.get(name, method, max(1, replicas)))
-    flags = parse_flags(Flags, prog=f"train.py {name}", description=__doc__, default=defaults, args=rest)
+    given = first_look(rest)
+    method: Any = given.get("method") if given.get("method") in presets.METHODS else "muloco"
+    replicas = int(given["scaling.num-replicas"]) if given.get("scaling.num-replicas", "").isdecimal() else 1
+    config = as_saved(presets.get(name, method, max(1, replicas)), given)
+    flags = parse_flags(Flags, prog=f"train.py {name}", description=__doc__, default=Flags(config=config), args=rest)
     if flags.config.preset != name:
         raise ConfigError("preset", flags.config.preset, f"is given twice: the command says {name}", "name the preset once, as the first word")
     return flags
+
+
+def first_look(arguments: list[str]) -> dict[str, str]:
+    """Those given flags that decide what the others' defaults are. A flag without its value is left for the real parser to refuse."""
+    looking = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("method", "scaling.num-replicas", "seed", "run.name", "run.storage-path"):
+        looking.add_argument(*dict.fromkeys((f"--{flag}", f"--{flag.replace('-', '_')}")), dest=flag, nargs="?")
+    known, _ = looking.parse_known_args([a for a in arguments if a not in ("-h", "--help")])
+    return {flag: value for flag, value in vars(known).items() if value}
+
+
+def as_saved(preset: TrainConfig, given: dict[str, str]) -> TrainConfig:
+    """The preset, except that a run which already has a checkpoint goes on with its own settings: a preset's batch or momentum
+    may depend on the number of replicas, which is not for a resumed run to change."""
+    from ray_muloco.training import preflight
+
+    changes: dict[str, Any] = {flag: given[flag] for flag in ("run.name", "run.storage-path") if flag in given}
+    changes |= {"seed": int(given["seed"])} if given.get("seed", "").isdecimal() else {}
+    try:
+        named = preset.override(changes)
+    except ConfigError:  # the real parser says so
+        return preset
+    saved = preflight.saved_config(named.override({"run.storage_path": preflight.absolute_path(named.run.storage_path)}))
+    if saved is None:
+        return preset
+    kept = {field: value for field, value in flatten(saved.to_dict()).items() if not field.startswith(preflight.CHANGEABLE)}
+    try:
+        return preset.override({**kept, "preset": preset.preset})
+    except ConfigError as error:
+        raise ConfigError(
+            error.field,
+            error.value,
+            f"{error.allowed}; run {named.run_name} was started with it",
+            "choose another --scaling.num-replicas, or another --run.name",
+        ) from error
 
 
 def main() -> int:
     """Run the job; returns its exit code."""
     flags = parse(sys.argv[1:])
     config = flags.config
-    if flags.json and not Path(flags.json).absolute().parent.is_dir():
-        raise ConfigError("json", flags.json, "must lie in a directory that exists")
+    check_json_place(flags.json)
     refuse_throwaway_storage(config)
     if flags.dry_run:
         return dry_run(config, flags.json)
     with make_display(config.budget_tokens, quiet=flags.quiet) as display:
         result = train(config, flags.local, Stopwatch(display))
         display.finish(result.summary, result.path)
-    if flags.json:
-        Path(flags.json).write_text(json.dumps(result.summary, indent=2))
+    write_json(flags.json, result.summary)
     return STOPPED if result.status == "stopped" else 0
 
 
@@ -150,8 +178,7 @@ def dry_run(config: TrainConfig, json_path: str) -> int:
     for name, value in rows.items():
         table.add_row(name, value)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-    if json_path:
-        Path(json_path).write_text(json.dumps({**dataclasses.asdict(needs), "replica_bytes": needs.replica_bytes}, indent=2))
+    write_json(json_path, {**dataclasses.asdict(needs), "replica_bytes": needs.replica_bytes})
     return 0
 
 

@@ -16,6 +16,7 @@ from ray_muloco.config import TrainConfig
 from ray_muloco.errors import ConfigError, RunError
 from ray_muloco.training import locations, preflight
 from ray_muloco.training.checkpoint import open_checkpoint
+from ray_muloco.training.metrics import UNITS
 from ray_muloco.training.session import local_seats, run_session
 
 
@@ -136,6 +137,21 @@ def test_changed_settings_are_refused_with_all_differences(source: Path, tmp_pat
         train(config.override({"inner.lr": 0.02, "seed": 3}))
     with pytest.raises(ConfigError, match="budget_tokens"):
         train(config.override({"budget_tokens": config.budget_tokens - 1}))
+
+
+def test_a_rounds_pace_leaves_evaluation_out_and_a_runs_pace_has_it(source: Path, tmp_path: Path) -> None:
+    """`UNITS` said of both that they were over the round's seconds, and the figures of one run did not agree."""
+    config = config_for(source, tmp_path, "paced").override({"eval_every_rounds": 1})
+    result, notes = train(config)
+    before = 0
+    for record in notes.rounds:
+        phases = record["seconds_inner"] + record["seconds_exchange"] + record["seconds_outer"]
+        assert record["tokens_per_second"] == pytest.approx((record["tokens"] - before) / phases)
+        assert record["seconds"] > phases, "evaluation takes time"
+        before = record["tokens"]
+    assert result["tokens_per_second"] == pytest.approx(result["tokens"] / math.fsum(record["seconds"] for record in notes.rounds))
+    assert "evaluation is left out" in UNITS["tokens_per_second"]
+    assert "evaluation included" in UNITS["seconds"]
 
 
 def test_changed_data_is_refused(source: Path, tmp_path: Path) -> None:

@@ -85,6 +85,56 @@ def any_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return make_storage(request.param, tmp_path)
 
 
+def test_a_file_has_nothing_below_it(any_storage: Storage) -> None:
+    """Where a file is in the way there is no checkpoint, which is for the caller to say, and no failure of the storage."""
+    any_storage.make_directory("")
+    any_storage.write_bytes("a", b"")
+    for storage_below in (storage_at(any_storage, "a"), storage_at(any_storage, "a/b")):
+        assert storage_below.list_names() == []
+        assert storage_below.read_bytes("x") is None
+
+
+def storage_at(parent: Storage, name: str) -> Storage:
+    """The storage of something below another's location."""
+    if isinstance(parent, RemoteStorage):
+        return RemoteStorage(f"{parent.location}/{name}", parent._fs, parent._path(name))
+    return DirectoryStorage(os.path.join(parent.location, name))
+
+
+@pytest.mark.parametrize("scheme", ["", "file://", "fsspec+file://"])
+def test_that_a_place_can_be_written_is_found_out_without_a_trace(tmp_path: Path, scheme: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for place in ("", "/not/yet"):
+        storage.require_writable(f"{scheme}{tmp_path}{place}")
+    for place in ("/file", "/file/runs"):
+        with pytest.raises(ConfigError, match=r"^output is '.*': (must be a directory, and .*file is a file|cannot be used; .*Not a directory)"):
+            storage.require_writable(f"{scheme}{tmp_path}{place}", field="output")
+    with pytest.raises(ConfigError, match=r"^run\.storage-path is '.*/proc/runs': cannot be used"):
+        storage.require_writable(f"{scheme}/proc/runs")
+    assert [path.name for path in tmp_path.rglob("*")] == ["file"]
+
+
+def test_an_object_store_is_tried_where_the_runs_will_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permission often ends at a prefix of the bucket, so what lies above it must not be tried."""
+    written: list[str] = []
+
+    class Store:
+        type_name = "s3"
+
+    class Recorder(RemoteStorage):
+        def write_bytes(self, name: str, data: bytes) -> None:
+            written.append(self._path(name))
+
+        def delete_file(self, name: str) -> None:
+            written.remove(self._path(name))
+            written.append("deleted")
+
+    monkeypatch.setattr(storage, "resolve", lambda location, field: (Store(), "bucket/team/runs"))
+    monkeypatch.setattr(storage, "open_storage", lambda location, field: Recorder(location, fs.LocalFileSystem(), "bucket/team/runs"))
+    storage.require_writable("s3://bucket/team/runs")
+    assert written == ["deleted"]
+
+
 def test_what_is_written_is_read_listed_measured_and_deleted(any_storage: Storage, tmp_path: Path) -> None:
     assert any_storage.list_names() == []
     assert any_storage.read_bytes("a.json") is None

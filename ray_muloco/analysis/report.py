@@ -83,7 +83,7 @@ def write_report(run_dir: str) -> str:
 def render(run: Run) -> str:
     """The page as text."""
     rate = plots.round_chart("Inner learning rate", run.records, ["inner_lr"], "No learning rate was recorded.", from_zero=True)
-    speed = plots.round_chart("Tokens a second", run.records, ["tokens_per_second"], "No rate was recorded.", from_zero=True)
+    speed = plots.round_chart("Tokens a second, without evaluation", run.records, ["tokens_per_second"], "No rate was recorded.", from_zero=True)
     sections = [
         _headline(run),
         _section("Loss", _figures([*plots.loss_charts(run.records), rate]) + _evaluations(run)),
@@ -156,7 +156,7 @@ def headline(run: Run) -> dict[str, str]:
         "tokens": formats.count(tokens),
         "rounds": formats.count(of("rounds", last.get("round"))),
         "time": formats.seconds(of("seconds", seconds)),
-        "tokens a second": formats.count(of("tokens_per_second", tokens / seconds if seconds and formats.is_number(tokens) else None)),
+        "tokens a second, evaluation included": formats.count(of("tokens_per_second", tokens / seconds if seconds and formats.is_number(tokens) else None)),
         "sent up": formats.num_bytes(of("uplink_bytes", traffic["uplink_bytes"])),
         "sent down": formats.num_bytes(of("downlink_bytes", traffic["downlink_bytes"])),
         "first and healing transfers": formats.num_bytes(of("heal_bytes", traffic["heal_bytes"])),

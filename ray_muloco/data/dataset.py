@@ -89,6 +89,12 @@ def check_source(data: DataConfig, *, sequence_length: int, vocab_size: int) -> 
         raise build.too_short(num_train, num_validation, data, sequence_length)
 
 
+def tokenizer_digest(data: DataConfig) -> str:
+    """`spec_digest` of the tokenizer that a configuration's tokens come from: prepared shards bring their own. ConfigError if there is none."""
+    prepared = find_prepared(data.source)
+    return spec_digest(load_tokenizer(data.tokenizer).spec) if prepared is None else prepared.manifest["tokenizer_digest"]
+
+
 def _count(
     files: list[SourceFile], split: Split, data: DataConfig, tokenizer: Tokenizer, sequence_length: int, most_bytes: int | None = None
 ) -> tuple[int, int]:

@@ -197,7 +197,7 @@ class OutputDirectory:
             try:
                 with self.location.filesystem.open_input_stream(self.path(name)) as stream:
                     return stream.read()
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return None
 
     def write(self, name: str, fill: bytes | Callable[[pa.NativeFile], None]) -> int:

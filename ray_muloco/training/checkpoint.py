@@ -17,11 +17,9 @@ anywhere in between leaves complete checkpoints and directories without a manife
 from __future__ import annotations
 
 import concurrent.futures
-import hashlib
 import json
 import logging
 import os
-import re
 import secrets
 import socket
 import tempfile
@@ -32,17 +30,22 @@ from typing import Any
 from torch import Tensor
 
 from ray_muloco.errors import ConfigError, RunError
-from ray_muloco.training.locations import DirectoryStorage, Storage, join, open_storage, staged_path
+from ray_muloco.training.locations import DirectoryStorage, Storage, join, open_storage, refused_as, resolve, staged_path
+from ray_muloco.training.manifest import (
+    MANIFEST,
+    MODEL_FILE,
+    DamagedManifestError,
+    checkpoint_names,
+    checkpoint_order,
+    encode_manifest,
+    read_manifest,
+)  # fmt: skip
 from ray_muloco.training.tensorfile import FileRecord, hash_stream, read_tensor_file, write_tensor_stream
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
-MODEL_FILE = "model.safetensors"
-OUTER_FILE = "outer.safetensors"
 FORMAT_VERSION = 1
 _WRITER = "writer.json"
-_NAME = re.compile(r"round-(\d{6,})(?:-(\d+))?")
 
 
 def write_tensors(
@@ -156,9 +159,9 @@ class CheckpointStore:
         self._claim_writing()
         self._check_claim()  # what looks unfinished may be what the new writer is writing
         names = self._names()
-        attempts = [_order(name)[1] for name in names if _order(name)[0] == round_number]
+        attempts = [checkpoint_order(name)[1] for name in names if checkpoint_order(name)[0] == round_number]
         name = f"round-{round_number:06d}" + (f"-{max(attempts) + 1}" if attempts else "")
-        self._begun = {other for other in self._begun if _order(other)[0] != round_number}
+        self._begun = {other for other in self._begun if checkpoint_order(other)[0] != round_number}
         self._remove([other for other in names if other not in self._begun and self._storage.size(f"{other}/{MANIFEST}") is None])
         self._storage.make_directory(name)
         self._begun.add(name)
@@ -178,10 +181,15 @@ class CheckpointStore:
                     "storage",
                     f"{record.name} of {join(self.location, checkpoint_name)} has {size} bytes as seen from the coordinator, {record.num_bytes} were written",
                 )
-        own = {"round": _order(checkpoint_name)[0], "name": checkpoint_name, "format_version": FORMAT_VERSION, "files": [asdict(record) for record in records]}
+        own = {
+            "round": checkpoint_order(checkpoint_name)[0],
+            "name": checkpoint_name,
+            "format_version": FORMAT_VERSION,
+            "files": [asdict(record) for record in records],
+        }
         content = json.loads(json.dumps({**manifest, **own}))
         self._check_claim()
-        self._storage.write_bytes(f"{checkpoint_name}/{MANIFEST}", _encode(content))
+        self._storage.write_bytes(f"{checkpoint_name}/{MANIFEST}", encode_manifest(content))
         self._begun.discard(checkpoint_name)
         self._verified.add(checkpoint_name)
         self._prune(checkpoint_name)
@@ -193,7 +201,7 @@ class CheckpointStore:
         Later rounds and other saves of this round go too: they belong to a history that the run fell back from.
         """
         try:
-            older = [ref.name for ref in self.all() if ref.round < _order(newest)[0]]
+            older = [ref.name for ref in self.all() if ref.round < checkpoint_order(newest)[0]]
             kept = {newest, *self._begun, *older[max(0, len(older) - self.keep + 1) :]}
             self._remove([name for name in self._names() if name not in kept])
         except RunError as error:  # the commit stands all the same
@@ -234,7 +242,7 @@ class CheckpointStore:
         for name in self._names():
             try:
                 ref = _read_ref(self._storage, name, self.staging_dir)
-            except _DamagedManifestError as error:
+            except DamagedManifestError as error:
                 logger.warning("checkpoint %s is passed over: %s", name, error.detail)
                 continue
             refs += [ref] if ref is not None else []
@@ -267,43 +275,14 @@ class CheckpointStore:
 
     def _names(self) -> list[str]:
         """Directories with a checkpoint's name, complete or not, oldest first."""
-        return sorted((name for name in self._storage.list_names() if _NAME.fullmatch(name)), key=_order)
-
-
-def _order(checkpoint_name: str) -> tuple[int, int]:
-    """Round and attempt of a checkpoint directory's name."""
-    match = _NAME.fullmatch(checkpoint_name)
-    if match is None:
-        raise ValueError(f"{checkpoint_name!r} is no checkpoint name; it must be one that begin() returned")
-    return int(match[1]), int(match[2] or 0)
-
-
-def _encode(content: Mapping[str, Any]) -> bytes:
-    """A manifest as it is stored: readable JSON, its last key the SHA-256 of the rest."""
-    return json.dumps({**content, "sha256": _digest(content)}, indent=1).encode()
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-class _DamagedManifestError(RunError):
-    """A manifest that is there but not whole."""
+        return checkpoint_names(self._storage)
 
 
 def _read_ref(storage: Storage, name: str, staging_dir: str) -> CheckpointRef | None:
     """The checkpoint in a directory (name "" for the storage's own), None if it has no manifest."""
-    data = storage.read_bytes(f"{name}/{MANIFEST}" if name else MANIFEST)
-    if data is None:
-        return None
+    manifest = read_manifest(storage, name)
     path = join(storage.location, name) if name else storage.location
-    try:
-        manifest = json.loads(data)
-        if manifest.pop("sha256") != _digest(manifest):
-            raise ValueError("its content does not match its SHA-256")
-        return CheckpointRef(path, manifest["round"], manifest, staging_dir)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _DamagedManifestError("checkpoint", f"{join(path, MANIFEST)} is damaged: {error}") from error
+    return None if manifest is None else CheckpointRef(path, manifest["round"], manifest, staging_dir)
 
 
 def open_checkpoint(location: str, *, field: str = "checkpoint") -> CheckpointRef:
@@ -311,17 +290,24 @@ def open_checkpoint(location: str, *, field: str = "checkpoint") -> CheckpointRe
 
     Raises ConfigError naming `field` where there is none, RunError `checkpoint` where every one is damaged.
     """
-    storage = open_storage(location, field=field)
-    ref = _read_ref(storage, "", "")
-    if ref is not None:
-        return ref
-    for directory in (storage.location, join(storage.location, "checkpoints")):
-        found = CheckpointStore(directory, staging_dir=tempfile.gettempdir(), keep=1).latest()
-        if found is not None:
-            return found
+    with refused_as(field, location):
+        storage = open_storage(location, field=field)
+        ref = _read_ref(storage, "", "")
+        if ref is not None:
+            return ref
+        for directory in (storage.location, join(storage.location, "checkpoints")):
+            found = CheckpointStore(directory, staging_dir=tempfile.gettempdir(), keep=1).latest()
+            if found is not None:
+                return found
+        raise ConfigError(field, location, "must be a complete checkpoint, or a run that has one", _what_is_at(storage))
+
+
+def _what_is_at(storage: Storage) -> str:
     names = storage.list_names()
-    seen = "there is nothing at this location" if not names else f"it holds {', '.join(names[:5])}{' …' if len(names) > 5 else ''} and no {MANIFEST}"
-    raise ConfigError(field, location, "must be a complete checkpoint, or a run that has one", seen)
+    if names:
+        return f"it holds {', '.join(names[:5])}{' …' if len(names) > 5 else ''} and no {MANIFEST}"
+    file_system, path = resolve(storage.location)
+    return "it is a file" if file_system.get_file_info(path).is_file else "there is nothing at this location"
 
 
 # ---- weights alone

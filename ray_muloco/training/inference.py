@@ -17,8 +17,7 @@ from ray_muloco.core.model import Decoder, build_model
 from ray_muloco.data.tokenizer import Tokenizer, tokenizer_from_spec
 from ray_muloco.errors import ConfigError
 from ray_muloco.training.checkpoint import CheckpointRef, open_checkpoint
-
-TOKENIZER_FILE = "tokenizer.safetensors"
+from ray_muloco.training.manifest import MODEL_FILE, TOKENIZER_FILE
 
 
 def pack_text(text: str) -> Tensor:
@@ -51,7 +50,7 @@ def load_trained(location: str, device: str = "cpu") -> Trained:
     model = build_model(config.model, seed=config.seed, separator_id=tokenizer.separator_id, device=device)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, tensor in checkpoint.read_tensors("model.safetensors").items():
+        for name, tensor in checkpoint.read_tensors(MODEL_FILE).items():
             parameters[name].copy_(tensor)
     model.eval()
     return Trained(model, tokenizer, config, checkpoint.round)

@@ -195,7 +195,8 @@ class Ledger:
         manifest["replicas"] = sorted(replicas)
         manifest["mlflow_run_id"] = self.tracker.run_id(RUN_ID_WAIT_SECONDS)
         self.lock.check()
-        self._upload()  # before the commit: a resumed run cuts metrics to its checkpoint, and cannot invent what is missing
+        storage.sync_metrics(self.metrics_path)  # both before the commit: a resumed run cuts metrics to its checkpoint, and cannot invent what is missing
+        self._upload()
         self.store.commit(name, manifest, [*records, *replicas.values()])
         return name
 

@@ -27,7 +27,7 @@ from ray_muloco.errors import ConfigError, RunError
 
 T = TypeVar("T")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-_OBJECT_STORES = ("s3", "gcs", "abfs")
+OBJECT_STORES = ("s3", "gcs", "abfs")
 COPY_BYTES = 4 << 20
 _STAGED = re.compile(r"ray_muloco-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+\.stage")
 
@@ -63,7 +63,7 @@ def resolve(location: str, *, field: str = "run.storage-path") -> tuple[fs.FileS
         file_system, path = _from_uri(location)
     except (ValueError, OSError, NotImplementedError, ImportError, pa.ArrowException) as error:
         raise ConfigError(field, location, allowed, f"pyarrow.fs says: {str(error).splitlines()[0]}") from error
-    if file_system.type_name in _OBJECT_STORES and not path.strip("/"):
+    if file_system.type_name in OBJECT_STORES and not path.strip("/"):
         raise ConfigError(field, location, "names no bucket", f"write {location.split(':')[0]}://bucket/path")
     return file_system, path
 
@@ -91,6 +91,17 @@ def split(location: str) -> tuple[str, str]:
     return parent + question_mark + query, name
 
 
+@contextlib.contextmanager
+def refused_as(field: str, location: str) -> Iterator[None]:
+    """While input is still being looked at, a storage that fails is a bad place to have named: ConfigError naming `field`."""
+    try:
+        yield
+    except RunError as error:
+        if error.reason != "storage":
+            raise
+        raise ConfigError(field, location, "cannot be used", error.detail) from error
+
+
 # ---- one interface, two members
 
 
@@ -100,7 +111,7 @@ class Storage(Protocol):
     location: str
 
     def list_names(self) -> list[str]:
-        """Names directly below the location, sorted; none if it does not exist."""
+        """Names directly below the location, sorted; none if it does not exist or is a file."""
         ...
 
     def make_directory(self, name: str) -> None:
@@ -162,7 +173,7 @@ class DirectoryStorage:
         return os.path.join(self.location, name) if name else self.location
 
     def list_names(self) -> list[str]:
-        with _told_as_run_error("list", self.location), contextlib.suppress(FileNotFoundError):
+        with _told_as_run_error("list", self.location), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return sorted(os.listdir(self.location))
         return []
 
@@ -175,7 +186,7 @@ class DirectoryStorage:
                 path = os.path.dirname(path)
             for path in reversed(missing):
                 os.makedirs(path, exist_ok=True)
-                _sync_directory(os.path.dirname(path))
+                sync_directory(os.path.dirname(path))
 
     def create(self, name: str, write: Callable[[BinaryIO], T], staging_dir: str) -> T:
         path = self._path(name)
@@ -193,7 +204,7 @@ class DirectoryStorage:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
                 raise
-            _sync_directory(os.path.dirname(path))
+            sync_directory(os.path.dirname(path))
         return result
 
     def write_bytes(self, name: str, data: bytes) -> None:
@@ -220,14 +231,14 @@ class DirectoryStorage:
         path = self._path(name)
         with _told_as_run_error("delete", path), contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-            _sync_directory(os.path.dirname(path))
+            sync_directory(os.path.dirname(path))
 
     def delete_tree(self, name: str) -> None:
         with _told_as_run_error("delete", self._path(name)), contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self._path(name))
 
 
-def _sync_directory(path: str) -> None:
+def sync_directory(path: str) -> None:
     """Make names made, changed or removed in a directory survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -280,9 +291,9 @@ class RemoteStorage:
         return f"{self._root}/{name}" if name else self._root
 
     def list_names(self) -> list[str]:
-        with _told_as_run_error("list", self.location):
-            entries = self._fs.get_file_info(fs.FileSelector(self._root, allow_not_found=True))
-        return sorted(entry.base_name for entry in entries)
+        with _told_as_run_error("list", self.location), contextlib.suppress(NotADirectoryError):
+            return sorted(entry.base_name for entry in self._fs.get_file_info(fs.FileSelector(self._root, allow_not_found=True)))
+        return []
 
     def make_directory(self, name: str) -> None:
         with _told_as_run_error("make", join(self.location, name)):
@@ -298,7 +309,7 @@ class RemoteStorage:
 
     def write_bytes(self, name: str, data: bytes) -> None:
         path = self._path(name)
-        temporary = path if self._fs.type_name in _OBJECT_STORES else f"{path}.{secrets.token_hex(4)}.tmp"
+        temporary = path if self._fs.type_name in OBJECT_STORES else f"{path}.{secrets.token_hex(4)}.tmp"
         with _told_as_run_error("write", join(self.location, name)):
             with self._fs.open_output_stream(temporary) as stream:
                 stream.write(data)
@@ -317,9 +328,10 @@ class RemoteStorage:
             yield stream
 
     def size(self, name: str) -> int | None:
-        with _told_as_run_error("read", join(self.location, name)):
+        with _told_as_run_error("read", join(self.location, name)), contextlib.suppress(NotADirectoryError):
             info = self._fs.get_file_info(self._path(name))
-        return info.size if info.type == fs.FileType.File else None
+            return info.size if info.type == fs.FileType.File else None
+        return None
 
     def delete_file(self, name: str) -> None:
         if self.size(name) is not None:

@@ -36,8 +36,8 @@ UNITS = {
     "seconds_inner": "seconds from dispatch to the last report",
     "seconds_exchange": "seconds of the exchange, both ways",
     "seconds_outer": "seconds of the outer step",
-    "seconds": "seconds of the round",
-    "tokens_per_second": "tokens of the round over its seconds",
+    "seconds": "seconds of the round, evaluation included",
+    "tokens_per_second": "tokens of the round over the seconds of inner phase, exchange and outer step: evaluation is left out",
     "first_step_time": "Unix time at which the process's first inner step ended",
     "skipped_samples": "samples given up on after failing on two replicas",
     "reasons": "what changed in the membership, and why",
@@ -89,6 +89,7 @@ def mean(values: Sequence[float]) -> float | None:
 def summarize(records: Sequence[Mapping[str, Any]], identity: Mapping[str, Any]) -> dict[str, Any]:
     """result.json from all rounds of a run: sums of bytes and seconds, means of participation, last losses.
 
+    tokens_per_second is over `seconds`, so evaluation is in it, unlike in a round's own figure (`UNITS`).
     identity: name, method, preset, num_params, theta_digest, checkpoint.
     """
     last = records[-1] if records else {}

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from ray_muloco.config import TrainConfig
-from ray_muloco.data.dataset import check_source
+from ray_muloco.data.dataset import check_source, tokenizer_digest
+from ray_muloco.data.tokenizer import spec_digest
 from ray_muloco.errors import ConfigError
 from ray_muloco.training import storage
+from ray_muloco.training.manifest import MANIFEST, newest_checkpoint, newest_manifest, tokenizer_spec
 from ray_muloco.training.metrics import Result
 from ray_muloco.training.tracking import tracking_uri
 
 # What a resumed run may change: who computes and what is kept, never what is computed. A longer budget is allowed too.
-_CHECKPOINT_NAME = re.compile(r"round-\d+(-\d+)?")
 CHANGEABLE = ("scaling.", "checkpoint.", "run.")
+# What the names and shapes of a model's parameters follow from; a run may start from weights that agree in these.
+SHAPES = ("d_model", "num_layers", "num_heads", "head_dim", "ffn_dim", "vocab_size", "tie_embeddings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +54,57 @@ def check(config: TrainConfig) -> Preflight:
         paths["data.tokenizer"] = config.data.tokenizer
     config = config.override({name: absolute_path(path) for name, path in paths.items()})
     run_path = run_path_of(config)
-    saved = read_json(storage.join(run_path, "config.json")) if has_checkpoint(run_path) else None
+    saved = saved_config(config)
     if saved is not None:
-        config = reconcile(config, TrainConfig.from_dict(saved))
+        config = reconcile(config, saved)
         result = result_of_run(run_path)
         if result is not None and result.get("status") == "finished" and result["tokens"] >= config.budget_tokens:
             return Preflight(config, run_path, result)
-    elif config.init_from and not has_checkpoint_at(config.init_from):
-        raise ConfigError(
-            "init-from", config.init_from, "is no checkpoint: it has no manifest.json", "give a directory below checkpoints/, or a run's directory"
-        )
+    storage.require_writable(config.run.storage_path)
+    if storage.local_path(run_path) is not None:
+        storage.require_writable(run_path)
     check_source(config.data, sequence_length=config.model.sequence_length, vocab_size=config.model.vocab_size)
+    if saved is None and config.init_from:
+        check_initial_weights(config)
     return Preflight(config, run_path, None)
+
+
+def saved_config(config: TrainConfig) -> TrainConfig | None:
+    """What the run of this name and place was started with, by its config.json or else its checkpoint; None where it has no checkpoint."""
+    place, run_path = config.run.storage_path, run_path_of(config)
+    storage.resolve(place)
+    with storage.refused_as("run.storage-path", place):
+        if not has_checkpoint(run_path):
+            return None
+        saved = read_json(storage.join(run_path, "config.json"))
+        if saved is None:
+            found = newest_manifest(run_path)
+            saved = found[1].get("config") if found else None
+    return None if saved is None else TrainConfig.from_dict(saved)
+
+
+def check_initial_weights(config: TrainConfig) -> None:
+    """Refuse an `init_from` that is no checkpoint, holds another model, or was trained on other ids."""
+    with storage.refused_as("init-from", config.init_from):
+        found = newest_manifest(config.init_from, field="init-from")
+        if found is None:
+            raise ConfigError(
+                "init-from", config.init_from, f"is no checkpoint: it has no {MANIFEST}", "give a directory below checkpoints/, or a run's directory"
+            )
+        path, manifest = found
+        model, theirs = config.to_dict()["model"], manifest.get("config", {}).get("model", {})
+        different = ", ".join(
+            f"model.{name.replace('_', '-')} {theirs.get(name)!r} there, {model[name]!r} here" for name in SHAPES if theirs.get(name) != model[name]
+        )
+        if different:
+            raise ConfigError("init-from", config.init_from, f"holds another model: {different}", "use the preset and model flags it was trained with")
+        if spec_digest(tokenizer_spec(path, manifest)) != tokenizer_digest(config.data):
+            raise ConfigError(
+                "init-from",
+                config.init_from,
+                "was trained with another tokenizer than the data is read with",
+                "use data and a tokenizer whose ids mean the same",
+            )
 
 
 def reconcile(config: TrainConfig, saved: TrainConfig) -> TrainConfig:
@@ -104,28 +145,6 @@ def refuse_other_settings(config: TrainConfig, saved: TrainConfig, *, running: b
 def has_checkpoint(run_path: str) -> bool:
     """Whether a run has at least one complete checkpoint."""
     return bool(newest_checkpoint(run_path))
-
-
-def newest_checkpoint(run_path: str) -> str:
-    """Path of a run's newest complete checkpoint; empty when there is none."""
-    checkpoints = storage.join(run_path, "checkpoints")
-    names = [name for name in storage.list_names(checkpoints) if _CHECKPOINT_NAME.fullmatch(name)]
-    complete = [name for name in names if has_manifest(storage.join(checkpoints, name))]
-    return storage.join(checkpoints, max(complete, key=_round_and_attempt)) if complete else ""
-
-
-def _round_and_attempt(checkpoint_name: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in checkpoint_name.split("-")[1:])
-
-
-def has_checkpoint_at(location: str) -> bool:
-    """Whether a location is a complete checkpoint, or a run that has one."""
-    return has_manifest(location) or has_checkpoint(location.rstrip("/"))
-
-
-def has_manifest(location: str) -> bool:
-    """Whether a checkpoint directory is complete."""
-    return storage.open_storage(location).size("manifest.json") is not None
 
 
 def result_of_run(run_path: str) -> dict[str, Any] | None:

@@ -22,9 +22,10 @@ from ray_muloco.training.checkpoint import CheckpointRef, open_checkpoint
 from ray_muloco.training.coordinator import Coordinator
 from ray_muloco.training.evaluate import validation_sequences
 from ray_muloco.training.group import LocalGroup, ReplicaGroup, replica_file
-from ray_muloco.training.inference import TOKENIZER_FILE, pack_text
+from ray_muloco.training.inference import pack_text
 from ray_muloco.training.ledger import Ledger, Listener
 from ray_muloco.training.loop import train
+from ray_muloco.training.manifest import MODEL_FILE, OUTER_FILE, TOKENIZER_FILE
 from ray_muloco.training.tracking import MlflowTracker, NullTracker, Tracker
 
 
@@ -106,10 +107,10 @@ def begin(config: TrainConfig, dataset: Dataset, resumed: CheckpointRef | None) 
                 "is not what this run was trained on so far: its documents, tokenizer or split changed",
                 "restore the data, or choose another --run.name",
             )
-        names = ["model.safetensors"] + ([] if config.is_data_parallel else ["outer.safetensors"])
+        names = [MODEL_FILE] + ([] if config.is_data_parallel else [OUTER_FILE])
         coordinator.restore(resumed.manifest, {name: resumed.read_tensors(name) for name in names})
     elif config.init_from:
-        tensors = open_checkpoint(config.init_from).read_tensors("model.safetensors")
+        tensors = open_checkpoint(config.init_from, field="init-from").read_tensors(MODEL_FILE)
         views = coordinator.layout.views(coordinator.theta)
         mismatched = sorted(views.keys() ^ tensors.keys()) + [name for name, view in views.items() if name in tensors and tensors[name].shape != view.shape]
         if mismatched:

@@ -17,12 +17,29 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from pyarrow import fs
+
 from ray_muloco.errors import ConfigError, RunError
-from ray_muloco.training.locations import COPY_BYTES, is_uri, join, local_path, open_storage, resolve, split
+from ray_muloco.training.locations import (
+    COPY_BYTES,
+    OBJECT_STORES,
+    DirectoryStorage,
+    RemoteStorage,
+    Storage,
+    is_uri,
+    join,
+    local_path,
+    open_storage,
+    refused_as,
+    resolve,
+    split,
+    sync_directory,
+)  # fmt: skip
 
 __all__ = [
     "RunLock", "append_metrics", "atomic_write_text", "check_probe", "describe_holder", "download", "is_uri", "join", "list_names", "local_directory",
-    "local_path", "open_storage", "read_metrics", "read_text", "remove", "remove_probe", "resolve", "split", "truncate_metrics", "upload", "write_probe",
+    "local_path", "open_storage", "read_metrics", "read_text", "refused_as", "remove", "remove_probe", "require_writable", "resolve", "split", "sync_metrics",
+    "truncate_metrics", "upload", "write_probe",
 ]  # fmt: skip
 
 _LOCK_RECORD_BYTES = 512
@@ -96,7 +113,35 @@ def download(location: str, directory: str, names: Iterable[str]) -> None:
             target.write_bytes(name, data)
 
 
-# ---- probes: can every node see the storage path?
+# ---- probes: can the storage path be written, and can every node see it?
+
+
+def require_writable(location: str, *, field: str = "run.storage-path") -> None:
+    """Refuse a location that cannot be written, before there is anything to write; ConfigError names `field`.
+
+    A file is written and removed again, in the location or, where it does not exist yet, in what there is of its path: no
+    directory is made, so none has to be removed under the hands of another run. (Object stores have no directories.)
+    """
+    with refused_as(field, location):
+        storage = _what_there_is(location, field)
+        name = f".probe-{secrets.token_hex(8)}"
+        storage.write_bytes(name, b"")
+        storage.delete_file(name)
+
+
+def _what_there_is(location: str, field: str) -> Storage:
+    """The location, or the nearest directory above it that exists; ConfigError where a file is in the way."""
+    file_system, path = resolve(location, field=field)
+    if file_system.type_name in OBJECT_STORES:
+        return open_storage(location, field=field)
+    try:
+        while (kind := file_system.get_file_info(path).type) == fs.FileType.NotFound and path not in ("", "/"):
+            path = os.path.dirname(path.rstrip("/"))
+    except OSError as error:
+        raise ConfigError(field, location, "cannot be used", str(error)) from error
+    if kind not in (fs.FileType.Directory, fs.FileType.NotFound):
+        raise ConfigError(field, location, f"must be a directory, and {path} is a file", "name another directory")
+    return DirectoryStorage(path) if isinstance(file_system, fs.LocalFileSystem) else RemoteStorage(location, file_system, path)
 
 
 def write_probe(location: str) -> str:
@@ -131,10 +176,20 @@ def remove_probe(location: str, token: str) -> None:
 
 
 def append_metrics(path: str, record: Mapping[str, Any]) -> None:
-    """Add one record as one line, in one write; numbers that are not finite become null, which JSON can say."""
+    """Add one record as one line, in one write; numbers that are not finite become null, which JSON can say.
+
+    The line is on disk for good only after `sync_metrics`.
+    """
     line = json.dumps(_finite(record), allow_nan=False) + "\n"
     with open(path, "ab", buffering=0) as stream:
         stream.write(line.encode())
+
+
+def sync_metrics(path: str) -> None:
+    """Make the lines written so far survive a power cut, and the name of their file too."""
+    with open(path, "rb") as stream:
+        os.fsync(stream.fileno())
+    sync_directory(os.path.dirname(os.path.abspath(path)))
 
 
 def truncate_metrics(path: str, last_round: int) -> int:
