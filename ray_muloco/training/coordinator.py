@@ -18,6 +18,7 @@ from ray_muloco.config import TrainConfig
 from ray_muloco.core.model import build_model
 from ray_muloco.core.outer import outer_step_
 from ray_muloco.core.params import digest, flatten_parameters_
+from ray_muloco.training.manifest import MODEL_FILE, OUTER_FILE
 from ray_muloco.training.metrics import mean, replica_cosine
 from ray_muloco.training.plan import (
     MAX_FAILED_ATTEMPTS,
@@ -189,9 +190,9 @@ class Coordinator:
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
         """Copies of θ and u by parameter name, file by file."""
-        files = {"model.safetensors": self.theta.clone()}
+        files = {MODEL_FILE: self.theta.clone()}
         if self.momentum is not None:
-            files["outer.safetensors"] = self.momentum.clone()
+            files[OUTER_FILE] = self.momentum.clone()
         return {name: self.layout.views(flat) for name, flat in files.items()}
 
     def manifest(self) -> dict[str, Any]:
@@ -212,9 +213,9 @@ class Coordinator:
 
     def restore(self, manifest: Mapping[str, Any], files: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Become what `snapshot` and `manifest` described, exactly."""
-        self.load_weights(files["model.safetensors"])
+        self.load_weights(files[MODEL_FILE])
         if self.momentum is not None:
-            self._load(self.momentum, files["outer.safetensors"])
+            self._load(self.momentum, files[OUTER_FILE])
         self.progress = Progress(
             round_number=manifest["round"],
             tokens=manifest["tokens"],
