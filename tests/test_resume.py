@@ -69,7 +69,7 @@ def train(config: TrainConfig, stop_after: int = 10**9) -> tuple[dict[str, Any],
 def records(config: TrainConfig) -> list[dict[str, Any]]:
     """The run's rounds without what a clock decides."""
     lines = (Path(config.run.storage_path) / config.run.name / "metrics.jsonl").read_text().splitlines()
-    timeless = [{k: v for k, v in json.loads(line).items() if not k.startswith(("seconds", "tokens_per", "first_step_time"))} for line in lines]
+    timeless = [{k: v for k, v in json.loads(line).items() if not k.startswith(("seconds", "tokens_per")) and not k.endswith("_time")} for line in lines]
     return [{k: v for k, v in record.items() if k not in ("generation", "heal_bytes")} for record in timeless]
 
 

@@ -6,6 +6,7 @@ Ray names an actor's process after its class: `ray::ReplicaActor`, `ray::Coordin
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 import traceback
@@ -20,6 +21,7 @@ from ray_muloco.config import TrainConfig
 from ray_muloco.errors import ConfigError, ReplicaLostError, RunError
 
 if TYPE_CHECKING:
+    from ray_muloco.runtime.drill import Drill
     from ray_muloco.runtime.links import ReplicaLink, Wiring
     from ray_muloco.training.checkpoint import FileRecord
     from ray_muloco.training.group import CheckpointTarget
@@ -117,6 +119,16 @@ class ReplicaActor:
         kept, self._kept = self._kept, {}
         return kept
 
+    @ray.method(concurrency_group=HEALING)
+    def fail(self, kind: str, delay: float) -> None:
+        """Die, stop, or take this node down after so many seconds: a drill's fault."""
+        from ray_muloco.runtime.drill import HANG, NODE
+
+        time.sleep(delay)
+        if kind == NODE:
+            os.kill(os.getppid(), signal.SIGKILL)  # the node's raylet, whose child every actor is
+        os.kill(os.getpid(), signal.SIGSTOP if kind == HANG else signal.SIGKILL)
+
     def load_state(self, states: Sequence[ray.ObjectRef[dict[str, Any]]], donor: int) -> int:
         """Take a donor's inner state; returns its bytes. ReplicaLostError when the donor died before it gave it."""
         from ray_muloco.training.group import num_bytes
@@ -164,7 +176,7 @@ class CoordinatorActor:
         self._fetched = threading.Event()
         self._config: TrainConfig | None = None
 
-    def start(self, config: TrainConfig, tracking_uri: str, exit_unfetched: bool) -> str:
+    def start(self, config: TrainConfig, tracking_uri: str, exit_unfetched: bool, drill: Drill | None = None) -> str:
         """Begin the session, once: `begun`, or what it is since an earlier driver began it, `running` or `ended`.
 
         Raises ConfigError when it is running with other settings than these.
@@ -176,14 +188,14 @@ class CoordinatorActor:
                 preflight.refuse_other_settings(config, self._config, running=True)
             return "running" if self._outcome is None else "ended"
         self._config = config
-        threading.Thread(target=self._run, args=(config, tracking_uri, exit_unfetched), name="session", daemon=True).start()
+        threading.Thread(target=self._run, args=(config, tracking_uri, exit_unfetched, drill), name="session", daemon=True).start()
         return "begun"
 
-    def _run(self, config: TrainConfig, tracking_uri: str, exit_unfetched: bool) -> None:
+    def _run(self, config: TrainConfig, tracking_uri: str, exit_unfetched: bool, drill: Drill | None) -> None:
         try:
             from ray_muloco.runtime.setup import run_on_ray
 
-            outcome = ("result", run_on_ray(config, tracking_uri, self, self._stop.is_set))
+            outcome = ("result", run_on_ray(config, tracking_uri, self, self._stop.is_set, drill))
         except (ConfigError, RunError) as error:
             outcome = ("error", error)
         except Exception as error:  # the driver, another process, raises it with the traceback as text

@@ -77,6 +77,13 @@ class Group:
             return False
         return cast(Any, collective.get_group_handle(self.name)).transport.shared
 
+    def set_timeout(self, seconds: float) -> None:
+        """Bound this member's collectives from now on; when it gives up and closes its sockets, the others are freed."""
+        from ray.util import collective
+
+        if self.backend != RAY_NCCL and self._failure is None:
+            cast(Any, collective.get_group_handle(self.name)).transport.set_timeout(seconds)
+
     def reduce_(self, buffer: Tensor, root: int = 0) -> None:
         """buffer <- sum over all ranks at root. Elsewhere the buffer is scratch: its content afterwards is undefined."""
         self._call("reduce", buffer, dst_rank=root)

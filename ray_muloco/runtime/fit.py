@@ -49,10 +49,10 @@ class Silent:
         """Ignored."""
 
 
-def fit(config: TrainConfig, *, listener: Any = None) -> Result:
+def fit(config: TrainConfig, *, listener: Any = None, drill: Any = None) -> Result:
     """Train to the end of the token budget, or resume and do so; SIGINT and SIGTERM stop it at a commit, with a checkpoint.
 
-    listener: an object with info(dict), round(record), message(text), called as the run goes on (training.ledger.Listener).
+    drill: faults to inject (runtime.drill.Drill). listener: an object with info(dict), round(record), message(text), called as the run goes on (training.ledger.Listener).
     Returns a Result whose status is `finished` or `stopped`. Raises ConfigError for bad input, before any work is lost,
     and RunError when the run gave up, with the checkpoint to resume from.
     """
@@ -62,7 +62,7 @@ def fit(config: TrainConfig, *, listener: Any = None) -> Result:
         listener.message(f"run {checked.config.run_name} is finished; nothing to do ({checked.run_path})")
         return result_of(checked.finished_result, checked.run_path)
     with _cluster(checked.config) as (config, joined), stop_signals() as stopping:
-        summary = _follow(config, joined, listener, stopping)
+        summary = _follow(config, joined, listener, stopping, drill)
     return result_of(summary, checked.run_path)
 
 
@@ -167,11 +167,11 @@ def _refuse_unplaceable(config: TrainConfig) -> None:
 # ---- the run
 
 
-def _follow(config: TrainConfig, joined: bool, listener: Any, stopping: Callable[[], bool]) -> dict[str, Any]:
+def _follow(config: TrainConfig, joined: bool, listener: Any, stopping: Callable[[], bool], drill: Any) -> dict[str, Any]:
     """Keep a coordinator running until the run has ended: one that dies is followed by another, from the newest checkpoint."""
     deaths, newest = 0, newest_checkpoint(config)
     while True:
-        coordinator, attached = _find_or_start(config, joined)
+        coordinator, attached = _find_or_start(config, joined, drill)
         if attached:
             listener.message(f"run {config.run_name} is already going on; following it")
         try:
@@ -209,14 +209,14 @@ def _relay(coordinator: Any, listener: Any, stopping: Callable[[], bool]) -> dic
             return _unwrap(outcome)
 
 
-def _find_or_start(config: TrainConfig, joined: bool) -> tuple[Any, bool]:
+def _find_or_start(config: TrainConfig, joined: bool, drill: Any) -> tuple[Any, bool]:
     """The run's coordinator, and whether an earlier driver had begun it. One that has ended is replaced."""
     deadline = time.monotonic() + config.scaling.placement_timeout_seconds
     actor = coordinator_actor(f"coordinator-{run_key(config)}", detached=joined)
     while True:
         with contextlib.suppress(RayActorError):  # it ended while we asked
             coordinator = actor.remote()
-            state = ray.get(coordinator.start.remote(config, tracking_uri_of(config), joined), timeout=config.scaling.placement_timeout_seconds)
+            state = ray.get(coordinator.start.remote(config, tracking_uri_of(config), joined, drill), timeout=config.scaling.placement_timeout_seconds)
             if state != "ended":
                 return coordinator, state == "running"
             ray.kill(coordinator)

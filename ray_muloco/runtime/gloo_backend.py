@@ -35,6 +35,11 @@ class Transport:
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self._timeout: timedelta | None = None
+
+    def set_timeout(self, seconds: float) -> None:
+        """Bound this member's operations from now on, instead of by the timeout of the formation."""
+        self._timeout = timedelta(seconds=seconds)
 
     @property
     def closed(self) -> bool:
@@ -47,29 +52,29 @@ class Transport:
 
     def allreduce(self, tensor: Tensor, operation: str) -> None:
         """tensor <- op over all ranks, everywhere, in place."""
-        options: Any = dist.AllreduceOptions()
+        options = self._bounded(dist.AllreduceOptions())
         options.reduceOp = REDUCE_OPS[operation]
         self._run("allreduce", [tensor], options)
 
     def reduce(self, tensor: Tensor, root: int, operation: str) -> None:
         """tensor <- op over all ranks at root; elsewhere the tensor is scratch and its content afterwards undefined."""
-        options: Any = dist.ReduceOptions()
+        options = self._bounded(dist.ReduceOptions())
         options.reduceOp, options.rootRank, options.rootTensor = REDUCE_OPS[operation], root, 0
         self._run("reduce", [tensor], options)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """tensor <- the root's tensor, in place."""
-        options = dist.BroadcastOptions()
+        options = self._bounded(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = root, 0
         self._run("broadcast", [tensor], options)
 
     def allgather(self, outputs: list[Tensor], tensor: Tensor) -> None:
         """outputs[r] <- tensor of rank r."""
-        self._run("allgather", [outputs], [tensor])
+        self._run("allgather", [outputs], [tensor], self._bounded(dist.AllgatherOptions()))
 
     def reduce_scatter(self, tensor: Tensor, inputs: list[Tensor], operation: str) -> None:
         """tensor <- op over all ranks of their inputs[own rank]."""
-        options: Any = dist.ReduceScatterOptions()
+        options = self._bounded(dist.ReduceScatterOptions())
         options.reduceOp = REDUCE_OPS[operation]
         self._run("reduce_scatter", [tensor], [inputs], options)
 
@@ -83,13 +88,23 @@ class Transport:
 
     def barrier(self) -> None:
         """Return once every rank has come here."""
-        self._run("barrier")
+        self._run("barrier", self._bounded(dist.BarrierOptions()))
+
+    def _bounded(self, options: Any) -> Any:
+        """These options with this member's timeout, if it has one of its own."""
+        if self._timeout is not None:
+            options.timeout = self._timeout
+        return options
 
     def _run(self, method: str, *arguments: Any) -> None:
         with self._dropping_on_failure():
             if self._group is None:
                 raise RuntimeError("the group is closed")
-            getattr(self._group, method)(*arguments).wait()
+            work = getattr(self._group, method)(*arguments)
+            if self._timeout is not None and method in ("send", "recv"):  # these take no options
+                work.wait(self._timeout)
+            else:
+                work.wait()
 
     @contextmanager
     def _dropping_on_failure(self) -> Iterator[None]:
@@ -130,6 +145,12 @@ class GlooTransport(Transport):
     def shared(self) -> bool:
         """Whether tensors go through memory, and sums in rank order."""
         return self._board is not None
+
+    def set_timeout(self, seconds: float) -> None:
+        """Bound this member's operations from now on, instead of by the timeout of the formation."""
+        super().set_timeout(seconds)
+        if self._board is not None:
+            self._board.timeout_seconds = seconds
 
     def close(self) -> None:
         """Let go of the sockets and of the memory. Idempotent."""

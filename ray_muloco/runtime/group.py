@@ -132,7 +132,10 @@ class RayGroup:
             except CollectiveError as error:
                 return InnerOutcome({}, self._survey(str(error)))
         actors = self.actors
-        reports, lost = self._collect({k: actors[k].run_inner.remote(plan) for k, plan in plans.items()}, self._inner_deadline())
+        limit = self._inner_deadline()
+        if self.config.is_data_parallel:  # those whom one silent member keeps waiting must be freed before they are called silent too
+            limit += self.config.scaling.collective_timeout_seconds
+        reports, lost = self._collect({k: actors[k].run_inner.remote(plan) for k, plan in plans.items()}, limit)
         if not lost:  # a round that waited for someone silent is no measure of the next one
             self._inner_seconds.append(time.perf_counter() - begin)
         if len(reports) < len(plans):  # a group that failed someone repeats its failure: the next phase forms a new one
@@ -219,11 +222,12 @@ class RayGroup:
             return None
         failed = False
         try:
+            link.set_timeout(limit)
             act(link)
         except CollectiveError:
             failed = True
             self._unwire()
-        answers, gone = self._collect(refs, limit + self._floor())
+        answers, gone = self._collect(refs, self._peers_deadline(limit) + self._floor())
         lost.update(gone)
         if failed or len(answers) < len(refs):
             self._unwire()
@@ -299,6 +303,11 @@ class RayGroup:
             return scaling.collective_timeout_seconds
         usual = max(scaling.hang_floor_seconds, scaling.hang_factor * statistics.median(self._exchange_seconds))
         return min(scaling.collective_timeout_seconds, usual)
+
+    def _peers_deadline(self, limit: float) -> float:
+        """When members are free again after a collective that the coordinator gave up at `limit`: those of a fabric by their own timeout."""
+        assert self._wirer is not None
+        return self.config.scaling.collective_timeout_seconds if self._wirer.fabric else limit
 
     def _median_round(self) -> float:
         return statistics.median(self._inner_seconds) if self._inner_seconds else 0.0

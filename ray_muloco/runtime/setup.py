@@ -14,8 +14,9 @@ import torch
 
 from ray_muloco.config import TrainConfig
 from ray_muloco.core.memory import keep_freed_memory
-from ray_muloco.data.dataset import open_dataset
+from ray_muloco.data.dataset import Dataset, open_dataset
 from ray_muloco.errors import ConfigError
+from ray_muloco.runtime.drill import Drill, DrilledGroup
 from ray_muloco.runtime.group import RayGroup
 from ray_muloco.runtime.roster import Roster
 from ray_muloco.training import storage
@@ -24,11 +25,15 @@ from ray_muloco.training.replica import Replica
 from ray_muloco.training.session import Seats, run_session
 
 
-def run_on_ray(config: TrainConfig, tracking_uri: str, listener: Listener, should_stop: Callable[[], bool]) -> dict[str, Any]:
+def run_on_ray(config: TrainConfig, tracking_uri: str, listener: Listener, should_stop: Callable[[], bool], drill: Drill | None = None) -> dict[str, Any]:
     """The session over replica actors; the actors start at once and come up while the session reads its files."""
     torch.set_num_threads(max(1, config.scaling.threads_per_replica))
     roster = Roster(config)
-    seats = Seats(roster.native_bf16, lambda dataset, data_dir: RayGroup(roster, dataset.fingerprint, data_dir))
+
+    def group(dataset: Dataset, data_dir: str) -> RayGroup:
+        return DrilledGroup(roster, dataset.fingerprint, data_dir, drill) if drill else RayGroup(roster, dataset.fingerprint, data_dir)
+
+    seats = Seats(roster.native_bf16, group)
     try:
         return run_session(config, tracking_uri, seats, listener, should_stop)
     finally:

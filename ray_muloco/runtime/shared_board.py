@@ -47,7 +47,7 @@ class Board:
 
     def __init__(self, segments: list[mmap.mmap], processes: list[int], rank: int, timeout_seconds: float) -> None:
         """processes: a pidfd of each member's process; the board closes them."""
-        self._rank, self._timeout_seconds, self._processes = rank, timeout_seconds, processes
+        self._rank, self.timeout_seconds, self._processes = rank, timeout_seconds, processes
         self._headers = [memoryview(segment)[:TOKEN_OFFSET].cast("q") for segment in segments]
         whole = [torch.frombuffer(segment, dtype=torch.uint8)[HEADER_BYTES:] for segment in segments]
         self._slot_bytes = slot_bytes(len(segments))
@@ -70,7 +70,7 @@ class Board:
         self._num_meetings += 1
         _fence()  # what was written into slots is seen before the arrival
         self._headers[self._rank][ARRIVALS] = self._num_meetings
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + self.timeout_seconds
         for rank, header in enumerate(self._headers):
             if header[ARRIVALS] < self._num_meetings:
                 self._wait_for(rank, deadline)
@@ -95,7 +95,7 @@ class Board:
             if absent:
                 raise RuntimeError(absent)
             if time.monotonic() >= deadline:
-                raise RuntimeError(f"rank {rank} did not come within {self._timeout_seconds:g} s")
+                raise RuntimeError(f"rank {rank} did not come within {self.timeout_seconds:g} s")
             time.sleep(nap)
             nap = min(2 * nap, LONGEST_NAP_SECONDS)
 

@@ -29,6 +29,7 @@ from ray_muloco.training.plan import (
     SampleRange,
     SegmentPlan,
     decide,
+    joined_ranges,
     plan_round,
     unmerged_ranges,
 )  # fmt: skip
@@ -234,8 +235,10 @@ class Coordinator:
             view.copy_(tensors[name])
 
 
-def record_of(coordinator: Coordinator, reports: Mapping[int, ReplicaReport], merged: Iterable[int], committed: Committed) -> dict[str, Any]:
-    """The part of a round's record that follows from reports and commit."""
+def record_of(
+    coordinator: Coordinator, plans: Mapping[int, SegmentPlan], reports: Mapping[int, ReplicaReport], merged: Iterable[int], committed: Committed
+) -> dict[str, Any]:
+    """The part of a round's record that follows from plans, reports and commit."""
     merged = sorted(merged)
     tokens = sum(reports[k].tokens for k in merged)
     return {
@@ -252,6 +255,7 @@ def record_of(coordinator: Coordinator, reports: Mapping[int, ReplicaReport], me
         "pseudogradient_norm": committed.pseudogradient_norm,
         "outer_update_norm": committed.outer_update_norm,
         "replica_cosine": committed.replica_cosine,
+        "samples": joined_ranges(r for k in merged for r in plans[k].ranges),
         "first_step_time": min(reports[k].first_step_time for k in merged),
         "skipped_samples": coordinator.progress.skipped_samples,
     }

@@ -56,12 +56,18 @@ class RoundClock:
     def __init__(self) -> None:
         self.begin = self._last = time.perf_counter()
         self.seconds: dict[str, float] = {"inner": 0.0, "exchange": 0.0, "outer": 0.0}
+        self.commit_time = 0.0
 
     def lap(self, phase: str) -> None:
         """The time since the last lap was spent in `phase`."""
         now = time.perf_counter()
         self.seconds[phase] += now - self._last
         self._last = now
+
+    def committed(self) -> None:
+        """The outer step is taken: this is the round's commit."""
+        self.lap("outer")
+        self.commit_time = time.time()
 
     def total(self) -> float:
         """Seconds since the round began."""
@@ -154,6 +160,7 @@ class Ledger:
             "seconds_exchange": clock.seconds["exchange"],
             "seconds_outer": clock.seconds["outer"],
             "seconds": clock.total(),
+            "commit_time": clock.commit_time,
             "tokens_per_second": tokens / trained_seconds if trained_seconds else None,
             "reasons": self._reasons,
         }

@@ -41,13 +41,13 @@ def train(coordinator: Coordinator, group: ReplicaGroup, ledger: Ledger, should_
             continue
 
         committed = coordinator.commit(plans, reports, decision)
-        clock.lap("outer")
+        clock.committed()
         ledger.reasons(group.regroup().reasons)
         _publish(coordinator, group, ledger)
         clock.lap("exchange")
 
         group.heal(decision.sitting_out)
-        record = record_of(coordinator, reports, decision.participants, committed)
+        record = record_of(coordinator, plans, reports, decision.participants, committed)
         evaluation = evaluate(coordinator, group, ledger.validation_sequences) if ledger.evaluation_due(coordinator) else None
         ledger.record(record, evaluation, group, clock)
         if ledger.checkpoint_due(coordinator):

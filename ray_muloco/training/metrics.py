@@ -39,6 +39,8 @@ UNITS = {
     "seconds": "seconds of the round, evaluation included",
     "tokens_per_second": "tokens of the round over the seconds of inner phase, exchange and outer step: evaluation is left out",
     "first_step_time": "Unix time at which the process's first inner step ended",
+    "commit_time": "Unix time of the commit",
+    "samples": "sample indices [start, stop) that the round was trained on",
     "skipped_samples": "samples given up on after failing on two replicas",
     "reasons": "what changed in the membership, and why",
 }

@@ -252,3 +252,14 @@ def unmerged_ranges(plans: Mapping[int, SegmentPlan], merged: Iterable[int], fai
             else:
                 returned.append(tried)
     return tuple(returned), skipped
+
+
+def joined_ranges(ranges: Iterable[SampleRange]) -> list[list[int]]:
+    """[start, stop) of all ranges, ascending, neighbours joined: what a record says was trained on."""
+    joined: list[list[int]] = []
+    for r in sorted(ranges, key=lambda r: r.start):
+        if joined and joined[-1][1] == r.start:
+            joined[-1][1] = r.stop
+        else:
+            joined.append([r.start, r.stop])
+    return joined

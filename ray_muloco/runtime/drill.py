@@ -1,0 +1,144 @@
+"""Fault drills: a run under a schedule of faults, real ones, in the phases where they hurt.
+
+A schedule is data, drawn from a seed. Faults are injected where the phase is known, in the coordinator's process: a
+replica is told to kill or stop itself after a moment, the coordinator kills itself. Each fault is written to a file
+before it happens, so that a coordinator that comes back knows which ones are behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ray_muloco.runtime.group import RayGroup
+from ray_muloco.runtime.roster import Roster
+from ray_muloco.training.checkpoint import FileRecord
+from ray_muloco.training.group import CheckpointTarget, ExchangeOutcome, InnerOutcome, PublishOutcome
+from ray_muloco.training.plan import SegmentPlan
+
+KILL, HANG, NODE, COORDINATOR = "kill", "hang", "node", "coordinator"
+KINDS = (KILL, HANG, NODE, COORDINATOR)
+PHASES = ("inner", "exchange", "publish", "checkpoint")
+RARE = 10
+"""Of so many drawn faults at most one is a hang and at most one the coordinator's death."""
+UNKNOWN_PHASE_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault: what happens, in which phase of the first round from `round` on that has one.
+
+    moment: share of the phase's usual time after which it happens; victim: share of the living replicas before the victim.
+    """
+
+    number: int
+    round: int
+    kind: str
+    phase: str
+    moment: float
+    victim: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drill:
+    """A schedule of faults, and the JSON lines file that says which have happened."""
+
+    faults: tuple[Fault, ...]
+    log: str
+
+
+def draw_faults(count: int, seed: int, rounds: int, kinds: tuple[str, ...] = (KILL, HANG, COORDINATOR)) -> tuple[Fault, ...]:
+    """`count` faults spread evenly over the rounds, their kinds, phases, moments and victims drawn by the seed.
+
+    At most every tenth is a hang, at most every tenth the coordinator's death, nine in ten are kills; the first and last
+    tenth of a fault's share of rounds stay quiet.
+    """
+    generator = random.Random(seed)
+    rare = [kind for kind in kinds if kind != KILL for _ in range(max(1, count // RARE) if count >= len(kinds) else 0)]
+    drawn = rare + [KILL] * (count - len(rare))
+    generator.shuffle(drawn)
+    share = rounds / max(count, 1)
+    return tuple(
+        Fault(
+            number=n,
+            round=max(2, 1 + int(share * (n + 0.1 + 0.5 * generator.random()))),
+            kind=kind,
+            phase=generator.choice(PHASES),
+            moment=generator.random(),
+            victim=generator.random(),
+        )
+        for n, kind in enumerate(drawn)
+    )
+
+
+def read_log(path: str) -> list[dict[str, Any]]:
+    """The faults that happened, in order; a torn last line is none."""
+    happened: list[dict[str, Any]] = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines() if os.path.exists(path) else []:
+        with contextlib.suppress(ValueError):
+            happened.append(json.loads(line))
+    return happened
+
+
+class DrilledGroup(RayGroup):
+    """A RayGroup whose replicas, or whose coordinator, fail as scheduled."""
+
+    def __init__(self, roster: Roster, fingerprint: str, data_dir: str, drill: Drill) -> None:
+        super().__init__(roster, fingerprint, data_dir)
+        self._log = drill.log
+        done = {entry["number"] for entry in read_log(drill.log)}
+        self._due = [fault for fault in drill.faults if fault.number not in done]
+        self._round = 0
+        self._usual: dict[str, float] = {}
+
+    def run_inner(self, plans: Mapping[int, SegmentPlan]) -> InnerOutcome:
+        self._round = next(iter(plans.values())).round_number
+        with self._phase("inner"):
+            return super().run_inner(plans)
+
+    def exchange(self, weights: Mapping[int, float], out: Tensor) -> ExchangeOutcome:
+        with self._phase("exchange"):
+            return super().exchange(weights, out)
+
+    def publish(self, theta: Tensor) -> PublishOutcome:
+        with self._phase("publish"):
+            return super().publish(theta)
+
+    def save(self, target: CheckpointTarget) -> Callable[[], dict[int, FileRecord]]:
+        with self._phase("checkpoint"):
+            return super().save(target)
+
+    @contextlib.contextmanager
+    def _phase(self, phase: str) -> Iterator[None]:
+        due = next((fault for fault in self._due if fault.phase == phase and fault.round <= self._round), None)
+        if due is not None and self.alive:
+            self._due.remove(due)
+            self._inject(due, due.moment * self._usual.get(phase, UNKNOWN_PHASE_SECONDS))
+        begin = time.monotonic()
+        yield
+        if due is None:
+            self._usual[phase] = time.monotonic() - begin
+
+    def _inject(self, fault: Fault, delay: float) -> None:
+        alive = self.alive
+        victim = alive[int(fault.victim * len(alive))]
+        entry = {**asdict(fault), "in_round": self._round, "replica": None if fault.kind == COORDINATOR else victim, "time": time.time() + delay}
+        with open(self._log, "a", encoding="utf-8") as log:
+            log.write(json.dumps(entry) + "\n")
+            log.flush()
+            os.fsync(log.fileno())
+        if fault.kind == COORDINATOR:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        else:
+            self.actors[victim].fail.remote(fault.kind, delay)
