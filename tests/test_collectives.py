@@ -138,7 +138,7 @@ def test_a_failed_transport_lets_go_of_its_group_while_the_error_still_lives() -
     """What frees the peers is the closed sockets, and a traceback must not keep them open."""
 
     class FailingGroup:
-        def barrier(self) -> None:
+        def barrier(self, options: Any) -> None:
             raise RuntimeError("timed out")
 
     group = FailingGroup()

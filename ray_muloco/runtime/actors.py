@@ -84,19 +84,22 @@ class ReplicaActor:
         assert self.link is not None, "data-parallel replicas train in a group"
         return self.replica.run_inner(plan, self.link.average_)
 
-    def contribute(self, scale: float) -> None:
-        """Join the exchange with scale · Δ; a scale of 0 takes part and adds nothing, whatever Δ is."""
+    def contribute(self, scale: float, timeout: float) -> None:
+        """Join the exchange with scale · Δ; a scale of 0 takes part and adds nothing, whatever Δ is. timeout: seconds a collective may take."""
         assert self.link is not None
+        self.link.set_timeout(timeout)
         self.link.contribute(self.replica.theta, self.replica.flat, scale)
 
-    def hand_over(self) -> None:
+    def hand_over(self, timeout: float) -> None:
         """Send this replica's parameters to the coordinator (data-parallel methods)."""
         assert self.link is not None
+        self.link.set_timeout(timeout)
         self.link.hand_over(self.replica.flat)
 
-    def receive(self) -> int:
+    def receive(self, timeout: float) -> int:
         """Take θ from the coordinator and begin from it; returns its digest."""
         assert self.link is not None
+        self.link.set_timeout(timeout)
         theta_digest = self.link.receive_(self.replica.theta)
         self.replica.adopt()
         return theta_digest

@@ -78,7 +78,7 @@ class Group:
         return cast(Any, collective.get_group_handle(self.name)).transport.shared
 
     def set_timeout(self, seconds: float) -> None:
-        """Bound this member's collectives from now on; when it gives up and closes its sockets, the others are freed."""
+        """Bound this member's collectives from now on. All members should: one that waits for a silent member is freed by no one else."""
         from ray.util import collective
 
         if self.backend != RAY_NCCL and self._failure is None:

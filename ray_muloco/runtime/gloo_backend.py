@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
 from ray_muloco.runtime.shared_board import Board, Offer, map_all
 
@@ -70,7 +71,7 @@ class Transport:
 
     def allgather(self, outputs: list[Tensor], tensor: Tensor) -> None:
         """outputs[r] <- tensor of rank r."""
-        self._run("allgather", [outputs], [tensor], self._bounded(dist.AllgatherOptions()))
+        self._run("allgather", [outputs], [tensor], self._bounded(AllgatherOptions()))
 
     def reduce_scatter(self, tensor: Tensor, inputs: list[Tensor], operation: str) -> None:
         """tensor <- op over all ranks of their inputs[own rank]."""

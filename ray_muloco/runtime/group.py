@@ -164,7 +164,9 @@ class RayGroup:
             if not self.alive:
                 return PublishOutcome({}, lost)
             digests = self._attempt(
-                lost, lambda: {k: a.receive.remote() for k, a in self.actors.items()}, lambda link: exchange.publish(link, theta, self._bucket_elements)
+                lost,
+                lambda: {k: a.receive.remote(self._exchange_deadline()) for k, a in self.actors.items()},
+                lambda link: exchange.publish(link, theta, self._bucket_elements),
             )
             if digests is not None:
                 self._num_params = theta.numel()
@@ -201,8 +203,8 @@ class RayGroup:
 
     def _dispatch_exchange(self, weights: Mapping[int, float], merged: tuple[int, ...]) -> dict[int, Any]:
         if self.config.is_data_parallel:
-            return {merged[0]: self.actors[merged[0]].hand_over.remote()}
-        return {k: a.contribute.remote(weights.get(k, 0.0)) for k, a in self.actors.items()}
+            return {merged[0]: self.actors[merged[0]].hand_over.remote(self._exchange_deadline())}
+        return {k: a.contribute.remote(weights.get(k, 0.0), self._exchange_deadline()) for k, a in self.actors.items()}
 
     def _sum_into(self, link: Group, out: Tensor, merged: tuple[int, ...]) -> None:
         if self.config.is_data_parallel:
@@ -227,7 +229,7 @@ class RayGroup:
         except CollectiveError:
             failed = True
             self._unwire()
-        answers, gone = self._collect(refs, self._peers_deadline(limit) + self._floor())
+        answers, gone = self._collect(refs, limit + self._floor())
         lost.update(gone)
         if failed or len(answers) < len(refs):
             self._unwire()
@@ -303,11 +305,6 @@ class RayGroup:
             return scaling.collective_timeout_seconds
         usual = max(scaling.hang_floor_seconds, scaling.hang_factor * statistics.median(self._exchange_seconds))
         return min(scaling.collective_timeout_seconds, usual)
-
-    def _peers_deadline(self, limit: float) -> float:
-        """When members are free again after a collective that the coordinator gave up at `limit`: those of a fabric by their own timeout."""
-        assert self._wirer is not None
-        return self.config.scaling.collective_timeout_seconds if self._wirer.fabric else limit
 
     def _median_round(self) -> float:
         return statistics.median(self._inner_seconds) if self._inner_seconds else 0.0

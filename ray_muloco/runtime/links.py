@@ -51,6 +51,12 @@ class ReplicaLink:
         self.main: Group | None = join(wiring.main) if wiring.main else None
         self.peers: Group | None = join(wiring.peers) if wiring.peers else None
 
+    def set_timeout(self, seconds: float) -> None:
+        """Bound the collectives of an exchange: by the coordinator's wires, and by a fabric's."""
+        for group in (self.main, self.peers if self.wiring.fabric else None):
+            if group is not None:
+                group.set_timeout(seconds)
+
     def contribute(self, start: Tensor, end: Tensor, scale: float) -> None:
         """Add scale · (start − end) to the generation's sum, which the coordinator receives."""
         if not self.wiring.fabric:
