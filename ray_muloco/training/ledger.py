@@ -251,6 +251,8 @@ class Ledger:
             if coordinator.progress.round_number > 0:
                 self.save(coordinator, group)
             self._finish_pending()
+        if os.path.exists(self.metrics_path):
+            self.tracker.artifact(self.metrics_path)  # the reasons of all rounds, which matter most in a run that failed
 
     def settle(self) -> None:
         """Wait for a checkpoint on its way; whether it failed is said by whoever needed it."""
