@@ -68,7 +68,8 @@ def make_display(total_tokens: int, quiet: bool = False, stream: TextIO | None =
     console = Console(file=stream)
     if quiet:
         return PlainDisplay(total_tokens, None)
-    if console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf"):
+    # is_terminal also follows FORCE_COLOR, which people set for logs: a panel drawn into a log cannot be read
+    if console.is_terminal and console.file.isatty() and not console.is_dumb_terminal and console.encoding.startswith("utf"):
         return LiveDisplay(total_tokens, console)
     return PlainDisplay(total_tokens, stream or sys.stdout)
 
@@ -328,8 +329,9 @@ def time_left(pace: Pace) -> str:
 
 
 def replicas_of(record: Mapping[str, Any]) -> str:
-    """Participants of those alive, `3/4`."""
-    return f"{_said(record, 'participants')}/{_said(record, 'alive')}"
+    """Participants of those alive, and who is on the way: `3/4 +1 healing, 2 pending`."""
+    coming = ", ".join(f"{record[key]} {key}" for key in ("healing", "pending") if record.get(key))
+    return f"{_said(record, 'participants')}/{_said(record, 'alive')}" + (f" +{coming}" if coming else "")
 
 
 def result_title(result: Mapping[str, Any]) -> str:

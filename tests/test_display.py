@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import pytest
 from _display import LiveDisplay, Pace, PlainDisplay, make_display
 from rich.console import Console
 
+from ray_muloco.training.membership import Census, Patience
+
 RESULT = {
     "name": "a-run", "val_loss": 2.345, "val_bits_per_byte": 3.21, "tokens": 1_000_000, "rounds": 10, "seconds": 75.0, "tokens_per_second": 13_333.0,
     "uplink_bytes": 84_000_000, "downlink_bytes": 84_000_000, "participants_mean": 3.9, "alive_mean": 4.0, "num_params": 512_000, "status": "finished",
 }  # fmt: skip
+WAITING = "waiting for replicas since 10 s: 1 replicas live, 3 are needed"
 INFO = {"name": "a-run", "method": "muloco", "preset": "tiny", "num_params": 512_000, "replicas": 4, "compute_dtype": "bf16", "storage": "/runs/a-run"}
 
 
@@ -63,6 +67,66 @@ def test_a_terminal_gets_the_panel_and_a_log_gets_lines(monkeypatch: pytest.Monk
     assert isinstance(make_display(10, stream=io.StringIO()), PlainDisplay)
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(make_display(10, stream=Terminal()), PlainDisplay)
+
+
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_a_log_stays_a_log_where_colours_are_asked_for(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray job logs` shows what a job wrote into a file: no panel, no escape sequences."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv(variable, "1")
+    log = io.StringIO()
+    with make_display(1_000_000, stream=log) as display:
+        display.start(INFO)
+        display.round(record_of(1, alive=3, participants=3, pending=1))
+        display.message(WAITING)
+        display.finish(RESULT, "/nowhere")
+    assert isinstance(display, PlainDisplay)
+    assert "\x1b" not in log.getvalue()
+    assert "\r" not in log.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({}, "4/4"), ({"healing": 0, "pending": None}, "4/4"), ({"participants": 3, "healing": 1, "pending": 2}, "3/4 +1 healing, 2 pending"),
+        ({"alive": 3, "participants": 3, "healing": 1}, "3/3 +1 healing"), ({"alive": 2, "participants": 2, "pending": 2}, "2/2 +2 pending"),
+    ],
+)  # fmt: skip
+def test_replicas_on_their_way_are_shown_beside_those_that_take_part(changes: dict[str, Any], shown: str) -> None:
+    log = io.StringIO()
+    with PlainDisplay(1_000_000, log) as plain:
+        plain.round(record_of(1, **changes))
+    assert f"  replicas {shown}  up " in log.getvalue()
+    display, screen = live()
+    with display:
+        display.start(INFO)
+        display.round(record_of(1, **changes))
+    last = " ".join(re.sub(r"[│\s]+", " ", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())).split())
+    words = shown.split()
+    assert f"replicas {words[0]}" in last
+    assert all(word in last for word in words)
+    assert ("healing" in last, "pending" in last) == ("healing" in shown, "pending" in shown)
+
+
+def test_who_waits_for_replicas_says_so_in_lines_and_above_the_panel() -> None:
+    """The session's own sentence, whenever it comes: after the round it follows, whole, on a line of its own."""
+    log, clock = io.StringIO(), Clock()
+    plain = PlainDisplay(1_000_000, log, clock)
+    plain.start(INFO)
+    plain.round(record_of(1))
+    plain.round(record_of(2))  # held back
+    patience = Patience(3, 300.0, plain.message, clock)
+    for clock.now in range(0, 31, 5):
+        patience.check(Census(alive=2, healing=1, pending=1))
+    lines = log.getvalue().splitlines()[-4:]
+    assert lines[0].startswith("round 2/10")
+    state = "2 replicas live, 3 are needed (scaling.min-replicas); 1 are getting ready, 1 are not placed"
+    assert lines[1:] == [f"waiting for replicas since {seconds} s: {state}" for seconds in (10, 20, 30)]
+    display, screen = live()
+    with display:
+        display.start(INFO)
+        display.message(lines[1])
+    assert lines[1] in screen.getvalue()
 
 
 def test_a_log_line_says_all_of_a_round() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from clusters import ROOT
 
-# Ray puts `ray_` before the names of ray.util.metrics
-GAUGES = {f"ray_muloco_{name}" for name in ("round", "loss", "tokens_per_second", "participants", "alive", "generation", "exchange_seconds", "bytes")}
+from ray_muloco.runtime import gauges
+
+GAUGES = {f"ray_{name}" for name in gauges.NAMES}  # Ray puts `ray_` before the names of ray.util.metrics
 LABELS = {"run", "direction"}
 WORDS = {"max", "by"}  # of PromQL that the dashboard uses
 GRID_COLUMNS = 24
@@ -48,7 +49,7 @@ def test_every_query_keeps_to_the_chosen_runs_and_tells_them_apart(dashboard: di
         assert re.match(r"max by \(run\b", target["expr"])
         assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) == set(re.findall(r"\w+", target["expr"].split("(")[1].split(")")[0]))
     [byte_query] = [target["expr"] for target in targets(dashboard) if "ray_muloco_bytes" in target["expr"]]
-    assert 'direction=~"up|down|heal"' in byte_query
+    assert f'direction=~"{"|".join(gauges.DIRECTIONS)}"' in byte_query
     assert "by (run, direction)" in byte_query
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from ray_muloco import presets
 from ray_muloco.analysis import formats, plots, svg
+from ray_muloco.analysis.participation import MAX_REASONS, lost_tokens, participation
 from ray_muloco.analysis.report import headline, read_run, write_report
 from ray_muloco.config import Method
 from ray_muloco.errors import ConfigError
@@ -179,6 +180,78 @@ def test_changes_of_membership_are_drawn_and_told(tmp_path: Path) -> None:
     assert page.count('class="mark"') == 1
     assert "replica 1 was <lost> & gone" in text
     assert "<lost>" not in page
+
+
+def test_participation_is_drawn_by_state_and_summed_up(tmp_path: Path) -> None:
+    """A lost replica, asked for anew, healing and back: four lines, the tokens it cost, and what the merged replicas were worth."""
+    full = {"healing": 0, "pending": 0, "effective_replicas": 4.0, "tokens_merged": 1000, "tokens_lost": 0}
+    records = [
+        record_of(1, **full),
+        record_of(2, **full | {"alive": 3, "participants": 3, "pending": 1, "effective_replicas": 3.0, "tokens_merged": 750, "tokens_lost": 250}),
+        record_of(3, **full | {"alive": 3, "participants": 2, "healing": 1, "effective_replicas": 2.0, "tokens_merged": 500}),
+        record_of(4, **full),
+    ]
+    page, text = page_of(make_run(tmp_path, records))
+    chart = plots.participation_chart(records)
+    assert re.findall(r"</i>(\w+)", chart.keys) == ["alive", "participants", "pending", "healing"]
+    assert len(re.findall(r"<path", chart.svg)) == 4
+    assert chart.svg in page
+    assert "effective replicas, mean 3.25" in text
+    assert "tokens lost 250 (7.7 % of those trained)" in text
+    assert headline(read_run(str(tmp_path / "a-run")))["tokens lost"] == "250"
+
+
+def test_records_of_older_versions_have_the_lines_they_know_and_dashes(tmp_path: Path) -> None:
+    records = [record_of(number) for number in range(1, 5)]
+    _, text = page_of(make_run(tmp_path, records))
+    assert re.findall(r"</i>(\w+)", plots.participation_chart(records).keys) == ["alive", "participants"]
+    assert "effective replicas, mean –" in text
+    assert "tokens lost –" in text
+    assert "Nobody was lost, healed or ejected." in text
+    assert "Changes of membership were not recorded." in participation([{"round": 1}])
+
+
+def test_a_run_that_got_the_new_figures_on_the_way_sums_the_rounds_that_have_them() -> None:
+    records = [record_of(1), record_of(2, tokens_merged=500, tokens_lost=250), record_of(3, tokens_merged=500, tokens_lost=None)]
+    assert lost_tokens(records) == "250 (50.0 % of those trained)"
+    assert lost_tokens([record_of(1, tokens_merged=0, tokens_lost=3)]) == "3"
+    assert lost_tokens([record_of(1, tokens_merged=10**6, tokens_lost=3)]) == "3 (under 0.1 % of those trained)"
+
+
+def test_the_newest_reasons_are_told_and_the_older_ones_counted(tmp_path: Path) -> None:
+    """At most MAX_REASONS, newest first, rounds by their whole number; a sentence says how many are left out."""
+    records = [record_of(12_000 + number, reasons=[f"replica {number} <b>lost</b>", f"replica {number} joins"]) for number in range(1, 151)]
+    page, text = page_of(make_run(tmp_path, records))
+    assert f"The newest {MAX_REASONS} of 300: 100 older ones are left out here and are in metrics.jsonl." in text
+    told = re.findall(r"<tr><td>(\d+)</td><td>replica (\d+) (?:&lt;b&gt;lost&lt;/b&gt;|joins)</td>", page)
+    assert len(told) == MAX_REASONS
+    assert (told[0], told[-1]) == (("12150", "150"), ("12051", "51"))
+    assert "<b>lost" not in page
+    few = tmp_path / "few"
+    few.mkdir()
+    assert "left out here" not in page_of(make_run(few, records[:100]))[1]
+
+
+def test_marks_never_run_together() -> None:
+    """Many changes become short marks above the chart, each telling its first round and how many it stands for."""
+    marked = [record_of(number, reasons=[f"because {number} & so on"] if number % 3 == 0 else []) for number in range(1, 3001)]
+    drawn = plots.participation_chart(marked).svg
+    places = [float(x) for x in re.findall(r'class="mark" x1="([\d.]+)"', drawn)]
+    assert len(places) <= (svg.WIDTH - svg.LEFT - svg.RIGHT) / svg.MARK_PIXELS + 1
+    assert all(b - a > 0.2 for a, b in itertools.pairwise(places))
+    assert set(re.findall(r'class="mark" [^>]*y2="(\d+)"', drawn)) == {str(svg.TOP - 2)}
+    assert "round 3: because 3 &amp; so on … and " in drawn
+    assert len(plots.membership_marks(marked)) == 1000
+    long = plots.membership_marks([record_of(1, reasons=["x" * 10_000])])
+    assert len(long[0].text) < 300
+
+
+def test_a_spike_of_pending_replicas_survives_a_long_run() -> None:
+    records = [record_of(number, healing=0, pending=3 if number == 5003 else 0) for number in range(1, 10_001)]
+    chart = plots.participation_chart(records).svg
+    spike = re.findall(r'<path class="s2 broad" d="([^"]*)"', chart)[0]
+    heights = {float(y) for y in re.findall(r"V([\d.]+)", spike)}
+    assert len(heights) == 2
 
 
 def test_a_long_run_stays_a_light_page(tmp_path: Path) -> None:

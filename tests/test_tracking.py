@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import math
 import os
@@ -16,9 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_resume import Notes, config_for, source  # noqa: F401 - `source` is a fixture
 
 from ray_muloco import presets
+from ray_muloco.errors import RunError
+from ray_muloco.training import preflight
+from ray_muloco.training.group import InnerOutcome, LocalGroup
 from ray_muloco.training.mlflow_store import old_runs_notice
+from ray_muloco.training.session import Seats, run_session
 from ray_muloco.training.tracking import QUEUE_ITEMS, DictTracker, MlflowTracker, NullTracker, Tracker, numbers_of, tracking_uri
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*:DeprecationWarning")  # SQLAlchemy about MLflow
@@ -214,6 +221,51 @@ def test_a_run_id_that_is_gone_begins_a_new_run_with_one_warning(gone: str, stor
     assert len(warnings) == 1
     assert run_id in warnings[0]
     assert rows(store, "select step, value from metrics where run_uuid = ?", new) == [(2, 2.0)]
+
+
+# ---- a run's membership
+
+
+class Fragile(LocalGroup):
+    """Loses replica 1 in its second round; in the fourth, if it is to, everything."""
+
+    def __init__(self, dataset: Any, falls: bool) -> None:
+        super().__init__(dataset)
+        self.falls, self.num_phases = falls, 0
+
+    def run_inner(self, plans: Any) -> InnerOutcome:
+        outcome = super().run_inner(plans)
+        self.num_phases += 1
+        if self.num_phases == 4 and self.falls:
+            raise RunError("too few replicas", "none lives")
+        if self.num_phases != 2:
+            return outcome
+        del self.replicas[1]
+        self.generation += 1
+        return InnerOutcome({k: report for k, report in outcome.reports.items() if k != 1}, {1: "its process was killed"})
+
+
+@pytest.mark.parametrize("falls", [False, True])
+def test_who_took_part_is_logged_every_round_and_why_it_changed_is_kept(falls: bool, source: Path, store: str, tmp_path: Path) -> None:  # noqa: F811
+    """Numbers of the membership as metrics, the reasons in metrics.jsonl as an artifact: also, and above all, of a run that gave up."""
+    config = preflight.check(config_for(source, tmp_path / "runs", "fragile", run__tracker="mlflow", scaling__min_replicas=1)).config
+    seats = Seats(lambda: False, lambda dataset, data_dir: Fragile(dataset, falls))
+    with pytest.raises(RunError) if falls else contextlib.nullcontext():
+        run_session(config, store, seats, Notes(), lambda: False)
+    [(run_id, status, artifacts)] = rows(store, "select run_uuid, status, artifact_uri from runs where name = 'fragile'")
+    assert status == ("FAILED" if falls else "FINISHED")
+    keys = ("participants", "alive", "healing", "pending", "effective_replicas", "tokens_merged", "tokens_lost", "generation")
+    written = [json.loads(line) for line in (tmp_path / "runs" / "fragile" / "metrics.jsonl").read_text().splitlines()]
+    assert len(written) == 3 if falls else len(written) > 4
+    expected = {(key, record["round"], float(record[key])) for record in written for key in keys}
+    assert expected <= set(rows(store, "select key, step, value from metrics where run_uuid = ?", run_id))
+    assert rows(store, "select value from metrics where run_uuid = ? and key = 'tokens_lost' and step = 2", run_id)[0][0] > 0
+    assert rows(store, "select count(*) from metrics where run_uuid = ? and key = 'reasons'", run_id) == [(0,)]
+    kept = Path(artifacts.removeprefix("file://"), "metrics.jsonl").read_text()
+    reasons = {record["round"]: record["reasons"] for record in map(json.loads, kept.splitlines())}
+    assert len(reasons) == len(written)
+    assert any("its process was killed" in reason for reason in reasons[2])
+    assert any("joins" in reason for reason in reasons[2])
 
 
 # ---- stores that fail

@@ -1,6 +1,11 @@
-"""The report's style sheet: light, dark, phone and paper."""
+"""The report's pieces: a style sheet for light, dark, phone and paper, and the HTML of sections, figures and tables."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from ray_muloco.analysis.plots import Chart
 
 STYLE = """
 :root{--ink:#1c2433;--soft:#5b6678;--page:#fff;--card:#f6f8fb;--rule:#dde3ec;--c0:#5b7aa8;--c1:#c2410c;--c2:#0f766e;--c3:#a3aab7;--mark:#b45309}
@@ -32,3 +37,27 @@ summary{cursor:pointer;color:var(--soft);font-size:.9rem}
 @media print{:root{--ink:#000;--soft:#444;--page:#fff;--card:#fff;--rule:#ccc;--c0:#44618c;--c1:#b03a0a;--c2:#0b5f58;--c3:#999;--mark:#8a4a06}
 *{print-color-adjust:exact;-webkit-print-color-adjust:exact}main{max-width:none;padding:0}figure,.tile,tr{break-inside:avoid}h2,h3{break-after:avoid}.charts{grid-template-columns:1fr 1fr}}
 """
+
+
+def section(title: str, content: str) -> str:
+    """A part of the page under a heading; content is HTML."""
+    return f"<section><h2>{escape(title)}</h2>{content}</section>"
+
+
+def figures(charts: Sequence[Chart]) -> str:
+    """Charts side by side."""
+    return f"<div class='charts'>{''.join(figure(chart) for chart in charts)}</div>"
+
+
+def figure(chart: Chart) -> str:
+    """A chart with its title and keys, or the note that stands in for it."""
+    body = chart.svg or f"<p class='note'>{escape(chart.note)}</p>"
+    keys = f"<div class='keys'>{chart.keys}</div>" if chart.keys and chart.svg else ""
+    return f"<figure><figcaption>{escape(chart.title)}</figcaption>{keys}{body}</figure>"
+
+
+def table(rows: Sequence[Sequence[str]], heads: Sequence[str] = ()) -> str:
+    """Rows of text; whatever is in them is escaped."""
+    head = f"<thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in heads)}</tr></thead>" if heads else ""
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<div class='scroll'><table>{head}<tbody>{body}</tbody></table></div>"

@@ -23,6 +23,8 @@ LABELS = {
     "replica_cosine": "cosine",
     "participants": "participants",
     "alive": "alive",
+    "healing": "healing",
+    "pending": "pending",
     "seconds_inner": "inner steps",
     "seconds_exchange": "exchange",
     "seconds_outer": "outer step",
@@ -33,6 +35,7 @@ LABELS = {
 """Short names for legends; what each figure is, with its unit, says `training.metrics.UNITS`."""
 
 MAX_DOTS = 40
+MAX_MARK_CHARACTERS = 200
 
 
 class Chart(NamedTuple):
@@ -92,19 +95,36 @@ def _time_unit(longest_seconds: float) -> tuple[str, float]:
 
 
 def participation_chart(records: Records) -> Chart:
-    """Participants and alive replicas by round; a vertical line where the membership's generation changed."""
+    """Replicas by state and round; a vertical line at rounds before whose commit the membership changed, with the reasons."""
     rounds = _rounds(records)
-    marks = [
-        Mark(number, f"round {number:.0f}: generation {record.get('generation')}")
-        for number, before, record in zip(rounds[1:], records, records[1:], strict=False)
-        if record.get("generation") != before.get("generation")
-    ]
     series = [
         Series(LABELS["alive"], rounds, values(records, "alive"), "broad"),
         Series(LABELS["participants"], rounds, values(records, "participants"), "step"),
+        Series(LABELS["pending"], rounds, values(records, "pending"), "broad", peaks=True),
+        Series(LABELS["healing"], rounds, values(records, "healing"), "step", peaks=True),
     ]
-    svg = line_chart(series, Axes("round", "replicas", formats.count, formats.count, from_zero=True), marks)
-    return Chart("Participation", legend([one.label for one in series]), svg, "No participation was recorded.")
+    drawn = [one for one in series if any(value is not None for value in one.y)]  # the last two are unknown to older records
+    svg = line_chart(drawn, Axes("round", "replicas", formats.count, formats.count, from_zero=True), membership_marks(records))
+    return Chart("Replicas by round", legend([one.label for one in drawn]), svg, "No participation was recorded.")
+
+
+def membership_marks(records: Records) -> list[Mark]:
+    """Rounds that have reasons, or another generation than the round before."""
+    marks = []
+    for number, before, record in zip(_rounds(records), [None, *records], records, strict=False):
+        text = "; ".join(reasons_of(record))
+        if not text and before is not None and record.get("generation") != before.get("generation"):
+            text = f"generation {record.get('generation')}"
+        if text:
+            cut = text if len(text) <= MAX_MARK_CHARACTERS else f"{text[:MAX_MARK_CHARACTERS]}…"
+            marks.append(Mark(number, f"round {number:.0f}: {cut}"))
+    return marks
+
+
+def reasons_of(record: Mapping[str, Any]) -> list[str]:
+    """What changed in the membership before this round's commit; nothing where a record does not say."""
+    reasons = record.get("reasons")
+    return [str(reason) for reason in reasons] if isinstance(reasons, list) else []
 
 
 def phases(records: Records) -> dict[str, list[float | None]]:

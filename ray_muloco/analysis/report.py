@@ -11,21 +11,20 @@ import json
 import math
 import os
 import platform
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from ray_muloco import presets
 from ray_muloco.analysis import formats, plots
-from ray_muloco.analysis.page import STYLE
+from ray_muloco.analysis.page import STYLE, figures, section, table
+from ray_muloco.analysis.participation import average, lost_tokens, participation
 from ray_muloco.analysis.plots import Chart
 from ray_muloco.config import flatten
 from ray_muloco.errors import ConfigError
-from ray_muloco.training.metrics import UNITS, mean
+from ray_muloco.training.metrics import UNITS
 
 MAX_TABLE_ROWS = 24
-MAX_EVENT_ROWS = 60
 PACKAGES = ("ray_muloco", "torch", "ray", "numpy", "pyarrow", "tokenizers", "safetensors", "mlflow")
 
 
@@ -86,13 +85,13 @@ def render(run: Run) -> str:
     speed = plots.round_chart("Tokens a second, without evaluation", run.records, ["tokens_per_second"], "No rate was recorded.", from_zero=True)
     sections = [
         _headline(run),
-        _section("Loss", _figures([*plots.loss_charts(run.records), rate]) + _evaluations(run)),
-        _section("Participation", f"<div class='charts'>{_figure(plots.participation_chart(run.records))}<div>{_events(run)}</div></div>"),
-        _section("Where the time went", _figures([plots.phase_chart(run.records), speed]) + _phases(run)),
-        _section("The outer step", _figures(_outer_charts(run))),
-        _section("Configuration", _configuration(run)),
-        _section("What the figures are", f"<details><summary>Columns of metrics.jsonl</summary>{_table(list(UNITS.items()), ('column', 'meaning'))}</details>"),
-        _section("Environment", _table([(name, value) for name, value in environment().items()], ("package", "version"))),
+        section("Loss", figures([*plots.loss_charts(run.records), rate]) + _evaluations(run)),
+        section("Participation", participation(run.records)),
+        section("Where the time went", figures([plots.phase_chart(run.records), speed]) + _phases(run)),
+        section("The outer step", figures(_outer_charts(run))),
+        section("Configuration", _configuration(run)),
+        section("What the figures are", f"<details><summary>Columns of metrics.jsonl</summary>{table(list(UNITS.items()), ('column', 'meaning'))}</details>"),
+        section("Environment", table([(name, value) for name, value in environment().items()], ("package", "version"))),
     ]
     title = escape(_title(run))
     return (
@@ -121,7 +120,7 @@ def _headline(run: Run) -> str:
         for key, name in (("checkpoint", "checkpoint"), ("theta_digest", "digest of the parameters"))
         if run.result.get(key) not in (None, "")
     ]
-    return f"<header><h1>{escape(_title(run))}</h1><p>{escape(_state(run))}</p></header>\n<div class='tiles'>{tiles}</div>\n" + (_table(facts) if facts else "")
+    return f"<header><h1>{escape(_title(run))}</h1><p>{escape(_state(run))}</p></header>\n<div class='tiles'>{tiles}</div>\n" + (table(facts) if facts else "")
 
 
 def _state(run: Run) -> str:
@@ -142,7 +141,6 @@ def headline(run: Run) -> dict[str, str]:
     latest = evaluated[-1] if evaluated else {}
     seconds = math.fsum(plots.round_seconds(record) for record in records)
     traffic = {key: (plots.cumulative(records, key) or [None])[-1] for key in ("uplink_bytes", "downlink_bytes", "heal_bytes")}
-    averages = {key: mean([value for value in plots.values(records, key) if value is not None]) for key in ("participants", "alive")}
 
     def of(key: str, otherwise: Any) -> Any:
         return result[key] if result.get(key) is not None else otherwise
@@ -160,8 +158,10 @@ def headline(run: Run) -> dict[str, str]:
         "sent up": formats.num_bytes(of("uplink_bytes", traffic["uplink_bytes"])),
         "sent down": formats.num_bytes(of("downlink_bytes", traffic["downlink_bytes"])),
         "first and healing transfers": formats.num_bytes(of("heal_bytes", traffic["heal_bytes"])),
-        "participants, mean": formats.fixed(of("participants_mean", averages["participants"]), 3),
-        "alive, mean": formats.fixed(of("alive_mean", averages["alive"]), 3),
+        "participants, mean": formats.fixed(of("participants_mean", average(records, "participants")), 3),
+        "alive, mean": formats.fixed(of("alive_mean", average(records, "alive")), 3),
+        "effective replicas, mean": formats.fixed(average(records, "effective_replicas"), 3),
+        "tokens lost": lost_tokens(records).partition(" (")[0],
         "generation": formats.count(of("generations", last.get("generation"))),
     }
 
@@ -183,19 +183,7 @@ def _evaluations(run: Run) -> str:
         for r in shown
     ]
     some = f"{len(rows)} of {len(evaluated)} evaluations" if len(rows) < len(evaluated) else "all evaluations"
-    return f"<details><summary>Table: {some}</summary>{_table(rows, ('round', 'tokens', 'training', 'validation', 'bits a byte'))}</details>"
-
-
-def _events(run: Run) -> str:
-    events = [
-        (formats.count(record.get("round")), "; ".join(str(reason) for reason in record["reasons"]))
-        for record in run.records
-        if isinstance(record.get("reasons"), list) and record["reasons"]
-    ]
-    if not events:
-        return "<p class='note'>Nobody was lost, healed or ejected.</p>" if run.records else ""
-    more = f"<p class='note'>{len(events) - MAX_EVENT_ROWS} more in metrics.jsonl.</p>" if len(events) > MAX_EVENT_ROWS else ""
-    return f"<h3>What changed, and why</h3>{_table(events[:MAX_EVENT_ROWS], ('round', 'reason'))}{more}"
+    return f"<details><summary>Table: {some}</summary>{table(rows, ('round', 'tokens', 'training', 'validation', 'bits a byte'))}</details>"
 
 
 def _phases(run: Run) -> str:
@@ -204,7 +192,7 @@ def _phases(run: Run) -> str:
     if not whole:
         return ""
     rows = [(plots.LABELS[key], formats.seconds(total), f"{100 * total / whole:.1f} %") for key, total in totals.items()]
-    return _table(rows, ("phase", "in the run", "share"))
+    return table(rows, ("phase", "in the run", "share"))
 
 
 def _outer_charts(run: Run) -> list[Chart]:
@@ -245,29 +233,6 @@ def environment() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions
-
-
-# ---- pieces
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{content}</section>"
-
-
-def _figures(charts: Sequence[Chart]) -> str:
-    return f"<div class='charts'>{''.join(_figure(chart) for chart in charts)}</div>"
-
-
-def _figure(chart: Chart) -> str:
-    body = chart.svg or f"<p class='note'>{escape(chart.note)}</p>"
-    keys = f"<div class='keys'>{chart.keys}</div>" if chart.keys and chart.svg else ""
-    return f"<figure><figcaption>{escape(chart.title)}</figcaption>{keys}{body}</figure>"
-
-
-def _table(rows: Sequence[Sequence[str]], heads: Sequence[str] = ()) -> str:
-    head = f"<thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in heads)}</tr></thead>" if heads else ""
-    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<div class='scroll'><table>{head}<tbody>{body}</tbody></table></div>"
 
 
 def _plain(value: Any) -> str:

@@ -16,18 +16,24 @@ from ray_muloco.analysis import formats
 WIDTH, HEIGHT = 460, 250
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 10, 40
 MAX_POINTS = 300
+MARK_PIXELS = 4  # marks nearer than this become one
+MAX_LONG_MARKS = 40  # more would hide the lines: they become short ones above the chart
 
 Format = Callable[[float], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: y over x, equally long. Rank in the list gives the colour; a broad step shows beneath a step of the same height."""
+    """One line: y over x, equally long. Rank in the list gives the colour; a broad step shows beneath a step of the same height.
+
+    peaks: of the points of a long step that become one the highest is drawn; else the lowest.
+    """
 
     label: str
     x: Sequence[float]
     y: Sequence[float | None]
     kind: Literal["line", "step", "broad", "dots"] = "line"
+    peaks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +99,25 @@ def line_chart(series: Sequence[Series], axes: Axes, marks: Sequence[Mark] = ())
     if not everything:
         return ""
     frame = _Frame([x for x, _ in everything], [y for _, y in everything], axes)
-    content = [
-        f'<line class="mark" x1="{frame.x(mark.x):.1f}" x2="{frame.x(mark.x):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"><title>{escape(mark.text)}</title></line>'
-        for mark in marks
-        if frame.x_low <= mark.x <= frame.x_high
-    ]
+    content = _draw_marks(marks, frame)
     for rank, (one, finite) in enumerate(zip(series, points, strict=True)):
-        content += _draw(one, thinned(finite, min if one.kind in ("step", "broad") else _mean), frame, rank)
+        extreme = max if one.peaks else min
+        content += _draw(one, thinned(finite, extreme if one.kind in ("step", "broad") else _mean), frame, rank)
     return frame.draw(content)
+
+
+def _draw_marks(marks: Sequence[Mark], frame: _Frame) -> list[str]:
+    """A line for each mark within the frame; of those that would run together the first, which says how many it stands for."""
+    columns: dict[int, list[Mark]] = {}
+    for mark in marks:
+        if frame.x_low <= mark.x <= frame.x_high:
+            columns.setdefault(int(frame.x(mark.x) / MARK_PIXELS), []).append(mark)
+    bottom = HEIGHT - BOTTOM if len(columns) <= MAX_LONG_MARKS else TOP - 2
+    drawn = []
+    for group in columns.values():
+        x, more = frame.x(group[0].x), f" … and {len(group) - 1} more up to {frame.axes.x_label} {group[-1].x:.0f}" if len(group) > 1 else ""
+        drawn.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="1" y2="{bottom}"><title>{escape(group[0].text + more)}</title></line>')
+    return drawn
 
 
 def stacked_chart(x: Sequence[float], layers: Sequence[Series], axes: Axes) -> str:

@@ -17,6 +17,7 @@ from ray_muloco.core.memory import keep_freed_memory
 from ray_muloco.data.dataset import Dataset, open_dataset
 from ray_muloco.errors import ConfigError
 from ray_muloco.runtime.drill import Drill, DrilledGroup
+from ray_muloco.runtime.gauges import Gauged
 from ray_muloco.runtime.group import RayGroup
 from ray_muloco.runtime.roster import Roster
 from ray_muloco.training import storage
@@ -35,7 +36,7 @@ def run_on_ray(config: TrainConfig, tracking_uri: str, listener: Listener, shoul
 
     seats = Seats(roster.native_bf16, group)
     try:
-        return run_session(config, tracking_uri, seats, listener, should_stop)
+        return run_session(config, tracking_uri, seats, Gauged(listener, config.run_name), should_stop)
     finally:
         roster.close()
 

@@ -25,7 +25,7 @@ from ray_muloco.training.coordinator import Coordinator
 from ray_muloco.training.evaluate import Evaluation
 from ray_muloco.training.group import CheckpointTarget, ReplicaGroup
 from ray_muloco.training.membership import Patience
-from ray_muloco.training.metrics import summarize
+from ray_muloco.training.metrics import summarize, total_bytes
 from ray_muloco.training.tracking import Tracker
 
 RUN_ID_WAIT_SECONDS = 60.0
@@ -85,6 +85,7 @@ class Ledger:
         storage.download(self.run_path, self.directory, TEXT_FILES)
         self.store = CheckpointStore(storage.join(self.run_path, "checkpoints"), staging_dir=self.staging_dir, keep=config.checkpoint.keep)
         self.validation_sequences: list[int] = []
+        self.resumed_bytes = total_bytes([])
         self.more_files: dict[str, dict[str, Tensor]] = {}  # what every checkpoint carries beside the run's state
         self._reasons: list[str] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -119,9 +120,10 @@ class Ledger:
         self._saved_round = resumed.round if resumed else -1
         self._tokens = resumed.manifest["tokens"] if resumed else 0
         kept = resumed.round if resumed else 0
-        known = [record["round"] for record in storage.read_metrics(self.metrics_path)]
-        if known and known[-1] > kept:
-            self.reasons([f"{known[-1] - kept} rounds since the checkpoint of round {kept} were lost with the coordinator, and are trained again"])
+        known = storage.read_metrics(self.metrics_path)
+        self.resumed_bytes = total_bytes([record for record in known if record["round"] <= kept])
+        if known and known[-1]["round"] > kept:
+            self.reasons([f"{known[-1]['round'] - kept} rounds since the checkpoint of round {kept} were lost with the coordinator, and are trained again"])
         storage.truncate_metrics(self.metrics_path, kept)
         for stale in ("result.json", *REPORT_FILES):
             storage.remove(os.path.join(self.directory, stale))
@@ -257,6 +259,8 @@ class Ledger:
             if coordinator.progress.round_number > 0:
                 self.save(coordinator, group)
             self._finish_pending()
+        if os.path.exists(self.metrics_path):
+            self.tracker.artifact(self.metrics_path)  # the reasons of all rounds, which matter most in a run that failed
 
     def settle(self) -> None:
         """Wait for a checkpoint on its way; whether it failed is said by whoever needed it."""

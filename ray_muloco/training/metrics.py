@@ -88,6 +88,11 @@ def mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
+def total_bytes(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Payload bytes of these rounds together, by kind."""
+    return {key: sum(record[key] for record in records) for key in ("uplink_bytes", "downlink_bytes", "heal_bytes")}
+
+
 def summarize(records: Sequence[Mapping[str, Any]], identity: Mapping[str, Any]) -> dict[str, Any]:
     """result.json from all rounds of a run: sums of bytes and seconds, means of participation, last losses.
 
@@ -110,9 +115,7 @@ def summarize(records: Sequence[Mapping[str, Any]], identity: Mapping[str, Any])
         "val_round": evaluated[-1]["round"] if evaluated else None,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds if seconds else None,
-        "uplink_bytes": sum(record["uplink_bytes"] for record in records),
-        "downlink_bytes": sum(record["downlink_bytes"] for record in records),
-        "heal_bytes": sum(record["heal_bytes"] for record in records),
+        **total_bytes(records),
         "participants_mean": mean([record["participants"] for record in records]),
         "alive_mean": mean([record["alive"] for record in records]),
         "generations": last.get("generation", 0),

@@ -153,4 +153,5 @@ def describe(config: TrainConfig, coordinator: Coordinator, dataset: Dataset, re
         "replicas": config.scaling.num_replicas, "threads_per_replica": config.scaling.threads_per_replica, "compute_dtype": config.compute_dtype,
         "budget_tokens": config.budget_tokens, "train_tokens": dataset.train.num_tokens, "storage": ledger.run_path,
         "resumed_from": resumed.path if resumed else "", "resumed_round": resumed.round if resumed else 0, "resumed_tokens": coordinator.progress.tokens,
+        "resumed_bytes": ledger.resumed_bytes,
     }  # fmt: skip

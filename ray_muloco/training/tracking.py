@@ -25,7 +25,7 @@ from ray_muloco.training.mlflow_store import artifact_location, ensure_database,
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 QUEUE_ITEMS = 10_000
-ROUNDS_A_BATCH = 40  # MLflow takes 1000 metrics a call; a round has about 25
+ROUNDS_A_BATCH = 32  # MLflow takes 1000 metrics a call; a round has about 30
 ITEMS_A_BATCH = 100  # MLflow's limit of parameters, and of tags
 PARAMETER_CHARACTERS = 6000  # MLflow's limit
 TAG_CHARACTERS = 5000  # the lowest of the limits of MLflow's versions
