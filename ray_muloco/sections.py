@@ -178,7 +178,7 @@ class ScalingConfig:
     """GPUs Ray reserves for each replica; 0 trains on CPUs."""
     collective: Literal["auto", "gloo", "nccl", "ray-nccl"] = "auto"
     """Backend of the exchange among replicas: the program's own Gloo, its own NCCL group, or Ray's stock NCCL group."""
-    placement_timeout_seconds: float = 120.0
+    placement_timeout_seconds: float = 600.0
     """How long the start waits for min_replicas to be placed before the run gives up."""
     start_grace_seconds: float = 20.0
     """Once min_replicas are placed, how much longer the start waits for the rest of num_replicas."""

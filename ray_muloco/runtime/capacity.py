@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,24 +12,38 @@ MAX_REPLICAS_A_CORE = 16
 
 
 def num_placeable(bundle: Mapping[str, float]) -> int | None:
-    """How many bundles of resources the cluster could hold together; None where its autoscaler has no limit."""
+    """How many bundles of resources the cluster could hold together; None where an autoscaler's limit is not known or there is none."""
     now = sum(fits(node["Resources"], bundle) for node in ray.nodes() if node["Alive"])
     maxima = autoscaler_maxima(bundle)
     return None if maxima is None else max(now, maxima)
 
 
 def autoscaler_maxima(bundle: Mapping[str, float]) -> int | None:
-    """How many bundles the autoscaler's node groups hold at their maxima: 0 without an autoscaler, None without a limit."""
+    """How many bundles the autoscaler's node groups hold at their maxima: 0 without an autoscaler, None without a known limit."""
     from ray._private.state import state  # the cluster's configuration has no public reader
 
     config = state.get_cluster_config()
+    if config is None:  # Ray's own autoscaler keeps its node types to itself
+        return None if has_autoscaler() else 0
     total = 0
-    for group in config.node_group_configs if config is not None else ():
+    for group in config.node_group_configs:
         held = fits(dict(group.resources), bundle)
         if held and group.max_count < 0:
             return None
         total += held * group.max_count
     return total
+
+
+def has_autoscaler() -> bool:
+    """Whether an autoscaler reports to this cluster; a head without one reports version 0 and a status without an autoscaler's part."""
+    from ray.autoscaler.v2.sdk import get_cluster_status
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    version = get_cluster_status(ray.get_runtime_context().gcs_address).stats.autoscaler_version
+    if version not in (None, "", "0"):
+        return True
+    status: Any = json.loads(_internal_kv_get("__autoscaling_status") or b"{}")
+    return "autoscaler_report" in status
 
 
 def fits(resources: Mapping[str, Any], bundle: Mapping[str, float]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,8 +40,11 @@ def one_node_a_replica(num_replicas: int, threads: int) -> Iterator[Callable[[],
 
         def replenish() -> None:
             alive = sum(n["Alive"] for n in ray.nodes()) - 1
+            handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
             for _ in range(num_replicas - alive):
                 cluster.add_node(wait=False, num_cpus=threads, **node)
+            for number, handler in handlers.items():  # starting a node takes SIGTERM for itself, and a run that is to stop would die
+                signal.signal(number, handler)
 
         yield replenish
     finally:

@@ -23,7 +23,7 @@ from ray_muloco.runtime.actors import replica_actor
 from ray_muloco.runtime.answers import died, raised
 from ray_muloco.runtime.nodes import DrainWatch
 from ray_muloco.training.group import copies_inner_state
-from ray_muloco.training.membership import Changes
+from ray_muloco.training.membership import SAY_EVERY_SECONDS, Changes
 
 POLL_SECONDS = 0.2
 DRAIN_MARGIN_SECONDS = 2.0
@@ -58,8 +58,9 @@ class Member:
 class Roster:
     """Replica actors of a run, from the asking to the end."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
+    def __init__(self, config: TrainConfig, say: Callable[[str], None]) -> None:
+        """say: told every ten seconds whom the start waits for."""
+        self.config, self._say = config, say
         self.members: dict[int, Member] = {}
         self.recruits: dict[int, Recruit] = {}
         self.refuse: Callable[[Mapping[str, Any]], str] = lambda facts: ""
@@ -83,7 +84,8 @@ class Roster:
         Waits for min_replicas, and a little longer for the rest of num_replicas. RunError names those that are missing.
         """
         scaling = self.config.scaling
-        begin, enough_since = time.monotonic(), 0.0
+        begin = said = time.monotonic()
+        enough_since = 0.0
         while (placed := self._placed()) < scaling.num_replicas:
             now = time.monotonic()
             if placed >= scaling.fewest_replicas:
@@ -96,6 +98,11 @@ class Roster:
                     "replicas not placed",
                     f"replicas {missing} of {scaling.num_replicas} were not placed within {scaling.placement_timeout_seconds:.0f} s; "
                     f"the cluster has {ray.available_resources()} free (scaling.placement-timeout-seconds)" + "".join(f"; {note}" for note in self._backlog),
+                )
+            if now - said >= SAY_EVERY_SECONDS:
+                said = now
+                self._say(
+                    f"waiting for replicas since {now - begin:.0f} s: {placed} of {scaling.num_replicas} are placed, {scaling.fewest_replicas} are needed"
                 )
             self._backlog += self._poll(POLL_SECONDS)
             self._ask()
