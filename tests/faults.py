@@ -61,6 +61,9 @@ class Script:
         self.faults, self.join_after = list(faults), join_after
         self.attempt = 0
 
+    def __repr__(self) -> str:
+        return f"Script(*{self.faults}, join_after={self.join_after})"
+
     def due(self, phase: str, *kinds: str) -> list[Fault]:
         """The faults (of these kinds) that strike in this phase now; they strike once."""
         struck = [f for f in self.faults if f.phase == phase and f.attempt <= self.attempt and (not kinds or f.kind in kinds)]

@@ -258,8 +258,9 @@ class Silent:
 class Listener(Silent):
     """Tells the laws what is recorded; asks to stop, or crashes, after a round."""
 
-    def __init__(self, laws: Laws, stop_after: int, crash_after: int) -> None:
-        self.laws, self.stop_after, self.crash_after = laws, stop_after, crash_after
+    def __init__(self, laws: Laws, stop_after: int, crash_after: int, stop_in_need: bool) -> None:
+        self.laws, self.stop_after, self.crash_after, self.stop_in_need = laws, stop_after, crash_after, stop_in_need
+        self.asked_in_need = 0
 
     def round(self, record: dict[str, Any]) -> None:
         self.laws.recorded(record)
@@ -267,16 +268,22 @@ class Listener(Silent):
     def should_stop(self) -> bool:
         if len(self.laws.trained) >= self.crash_after:
             raise Crash
-        return len(self.laws.trained) >= self.stop_after
+        self.asked_in_need += not self.laws.coordinator.enough(self.laws.group.alive)
+        return len(self.laws.trained) >= self.stop_after or (self.stop_in_need and self.asked_in_need > 1)
 
 
 NEVER = 10**9
 
 
-def run(config: TrainConfig, dataset: Dataset, script: Script, laws: Laws, *, stop_after: int = NEVER, crash_after: int = NEVER) -> dict[str, Any] | None:
-    """A session of the run under the script; its result, or None when it crashed. A second call resumes it."""
+def run(
+    config: TrainConfig, dataset: Dataset, script: Script, laws: Laws, *, stop_after: int = NEVER, crash_after: int = NEVER, stop_in_need: bool = False
+) -> dict[str, Any] | None:
+    """A session of the run under the script; its result, or None when it crashed. A second call resumes it.
+
+    It is stopped, or crashes, after so many rounds; or is stopped while it waits for replicas.
+    """
     torch.set_num_threads(1)
-    listener = Listener(laws, stop_after, crash_after)
+    listener = Listener(laws, stop_after, crash_after, stop_in_need)
     seats = session.Seats(lambda: False, lambda dataset, data_dir: FaultyGroup(dataset, script, laws))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "open_dataset", lambda *_, **__: dataset)

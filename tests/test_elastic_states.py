@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from faults import DATA_PARALLEL_KINDS, KINDS, Fault, Script
-from laws import LENGTH, Laws, Silent, assert_finished, records, run, small_config
+from laws import LENGTH, NEVER, Laws, Silent, assert_finished, records, run, small_config
 from toy import Harness, toy_dataset
 
 from ray_muloco.core.model import build_model
@@ -103,6 +103,21 @@ def test_all_replicas_may_die_at_once(dataset: Dataset, tmp_path: Path) -> None:
         script = Script(*(Fault(2, "inner", "silent", v) for v in (0, 1, 2)), join_after=2)
         assert_finished(config, laws, run(config, dataset, script, laws))
         assert laws.participants[1] == (3, 4, 5)
+
+
+def test_a_run_that_waits_for_replicas_hears_a_stop_and_gives_up_in_the_end(dataset: Dataset, tmp_path: Path) -> None:
+    """E16: either way the last commit is durable, and the same command goes on from it."""
+    config = small_config(tmp_path, scaling__rejoin_timeout_seconds=0.0)
+    laws, script = Laws(config), Script(Fault(3, "inner", "dead", 1), join_after=NEVER)
+    with pytest.raises(RunError, match=r"too few replicas: 2 replicas live, 3 are needed .*round-000002"):
+        run(config, dataset, script, laws)
+    laws.must_not_lose_rounds()
+    script.faults.append(Fault(5, "inner", "dead", 1))
+    patient = config.override({"scaling.rejoin_timeout_seconds": 600.0})
+    result = run(patient, dataset, script, laws, stop_in_need=True)
+    assert result is not None
+    assert (result["status"], result["rounds"]) == ("stopped", 3)
+    assert_finished(patient, laws, run(patient, dataset, script, laws))
 
 
 def test_half_of_the_replicas_do_not_commit_where_more_are_needed(dataset: Dataset, tmp_path: Path) -> None:
