@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,9 @@ SMALL = ModelConfig(d_model=8, num_layers=1, num_heads=1, head_dim=8, ffn_dim=8,
 
 def small_config(storage: Path, *, rounds: int = 6, replicas: int = 3, **changes: Any) -> TrainConfig:
     """A run of so many rounds of two inner steps if nothing is lost, one sequence a replica and step."""
-    changes = {"eval_every_rounds": 2, "checkpoint__every_rounds": 3, **changes}
+    changes = {"sync_interval": 2, "eval_every_rounds": 2, "checkpoint__every_rounds": 3, **changes}
     return toy_config(
-        model=SMALL, run__storage_path=str(storage), scaling__num_replicas=replicas, batch_sequences=replicas, sync_interval=2,
+        model=SMALL, run__storage_path=str(storage), scaling__num_replicas=replicas, batch_sequences=replicas,
         budget_tokens=rounds * 2 * replicas * LENGTH, validation_tokens=4 * LENGTH, **changes,
     )  # fmt: skip
 
@@ -87,6 +88,9 @@ class Laws:
         """Inner state that each replica should begin its next inner phase with."""
         self.planned_tokens = self.merged_tokens = self.recorded_lost_tokens = 0
         assert group.generation >= max(self.generations, default=0)
+        self.skipped_before = self.coordinator.progress.skipped_samples
+        self.failures = Counter({i: r.attempts for r in self.coordinator.progress.pool.returned for i in indices([r])})
+        """How often each sample was in a plan whose pseudogradient was not finite."""
         self.samples_are_accounted_for()
 
     def must_not_lose_rounds(self) -> None:
@@ -151,9 +155,10 @@ class Laws:
         self.trained.append([i for k in merged for i in indices(plans[k].ranges)])
         self.participants.append(merged)
         self.merged_tokens += sum(reports[k].tokens for k in merged)
+        self.failures.update(i for k in decision.sitting_out for i in indices(plans[k].ranges))
         self.samples_are_accounted_for()
 
-    def given_up(self, before: tuple[Tensor, Tensor | None, Any]) -> None:
+    def given_up(self, before: tuple[Tensor, Tensor | None, Any], plans: Mapping[int, SegmentPlan], decision: Decision) -> None:
         theta, momentum, progress = before
         assert torch.equal(self.coordinator.theta, theta)
         assert momentum is None or torch.equal(self.coordinator.momentum, momentum)  # type: ignore[arg-type]
@@ -161,6 +166,7 @@ class Laws:
         if not self.config.is_data_parallel:
             usable = [k for k, r in self.coordinator.reports.items() if r.finite]
             assert len(usable) < self.config.scaling.fewest_replicas, "enough replicas were left: the round in flight should have committed"
+        self.failures.update(i for k in decision.sitting_out for i in indices(plans[k].ranges))
         self.samples_are_accounted_for()
 
     def samples_are_accounted_for(self) -> None:
@@ -169,6 +175,7 @@ class Laws:
         every = np.array([*(i for round_ in self.trained for i in round_), *indices(progress.pool.returned)], dtype=np.int64)
         assert len(np.unique(every)) == len(every), "a sample is trained on twice"
         assert len(every) + progress.skipped_samples == progress.pool.cursor, "a sample is lost"
+        assert progress.skipped_samples - self.skipped_before == sum(count >= 2 for count in self.failures.values()), "given up on too early, or too late"
         assert not len(every) or every.max() < progress.pool.cursor
 
     # ---- membership
@@ -206,6 +213,8 @@ class Laws:
         assert record["participants"] == len(self.participants[-1])
         assert record["generation"] >= max(self.generations, default=0)
         self.generations.append(record["generation"])
+        due = record["round"] % self.config.eval_every_rounds == 0 or self.coordinator.finished
+        assert (record["val_loss"] is not None) == (due and bool(self.group.alive)), "whoever is left measures what the lost were to measure"
         self.recorded_lost_tokens += record["tokens_lost"]
         assert self.recorded_lost_tokens == self.planned_tokens - self.merged_tokens
 
@@ -235,7 +244,7 @@ class WatchedCoordinator(Coordinator):
     def retry(self, plans: Mapping[int, SegmentPlan], decision: Decision, lost: Mapping[int, str]) -> None:
         before = self._now()
         super().retry(plans, decision, lost)
-        self.laws.given_up(before)
+        self.laws.given_up(before, plans, decision)
 
 
 class Crash(Exception):

@@ -84,6 +84,34 @@ def test_nobody_copies_a_spoilt_state(dataset: Dataset, tmp_path: Path, method: 
     assert_finished(config, laws, run(config, dataset, script, laws))
 
 
+def test_samples_that_spoil_two_replicas_are_given_up_on_and_stay_so(dataset: Dataset, tmp_path: Path) -> None:
+    """D20: not after one failure, and after two for good: a resumed run knows of them."""
+    config = small_config(tmp_path, scaling__min_replicas=1)
+    laws, script = Laws(config), Script(Fault(2, "inner", "nan", 0), Fault(3, "inner", "nan", 1))
+    run(config, dataset, script, laws, stop_after=4)
+    assert_finished(config, laws, run(config, dataset, script, laws))
+    assert [r["skipped_samples"] for r in records(config)[:5]] == [0, 0, 2, 2, 2]
+
+
+def test_only_attempts_that_fail_running_are_counted_against_a_run(dataset: Dataset, tmp_path: Path) -> None:
+    """Two spoilt attempts, a commit, two more: the run goes on; three in a row end it as diverged."""
+    config = small_config(tmp_path)
+    laws = Laws(config)
+    spoilt = [Fault(a, "inner", "nan", a % 3) for a in (2, 3, 5, 6)]
+    assert_finished(config, laws, run(config, dataset, Script(*spoilt), laws))
+    config = config.override({"run.name": "diverged"})
+    with pytest.raises(RunError, match="diverged"):
+        run(config, dataset, Script(*spoilt, Fault(4, "inner", "nan", 1)), Laws(config))
+
+
+def test_the_fastest_replica_may_be_lost_while_the_sum_is_taken(dataset: Dataset, tmp_path: Path) -> None:
+    """D04: weights are relative to the most that anyone did; when that one is gone the others' sum is still divided by its own weights."""
+    config = small_config(tmp_path, scaling__min_replicas=1, scaling__equal_time_rounds=True, sync_interval=6)
+    laws = Laws(config)
+    assert_finished(config, laws, run(config, dataset, Script(Fault(2, "exchange", "mid", 0), join_after=1), laws))
+    assert laws.participants[1] == (1, 2)
+
+
 def test_the_only_replica_with_the_truth_may_die_and_the_truth_stays(dataset: Dataset, tmp_path: Path) -> None:
     """E01: A dies while B holds no committed θ: B commits nothing of its own, it receives the coordinator's θ and goes on from that."""
     config = small_config(tmp_path, replicas=2, scaling__min_replicas=1, eval_every_rounds=1)
