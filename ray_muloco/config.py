@@ -102,6 +102,12 @@ class TrainConfig:
             micro,
             f"must be 0 (the whole batch) or divide a replica's batch of {per_replica}",
         )
+        require(
+            not (self.is_data_parallel and self.scaling.equal_time_rounds),
+            "scaling.equal-time-rounds",
+            True,
+            f"is for muloco and diloco: the replicas of {self.method} average their gradients each step, so all take the same steps",
+        )
         require(0 <= self.seed < 2**63, "seed", self.seed, "must be an integer from 0 to 2^63 - 1")
 
     @property

@@ -171,7 +171,7 @@ class ScalingConfig:
     join_inner_state: Literal["donor", "fresh"] = "donor"
     """Inner optimizer state of a joiner: a copy of another replica's, or none (data-parallel methods always copy)."""
     equal_time_rounds: bool = False
-    """Give slower replicas fewer inner steps, so that all end a round together; merging is weighted by tokens."""
+    """Give slower replicas fewer inner steps, so that all end a round together; merging is weighted by tokens. Not for data-parallel methods."""
     threads_per_replica: int = 0
     """CPU threads each replica computes with; 0 shares the machine's cores out, at least one each."""
     gpus_per_replica: float = 0.0

@@ -9,13 +9,13 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from ray_muloco.errors import CollectiveError, ConfigError
+from ray_muloco.errors import CollectiveError, ConfigError, ReplicaLostError
 
 
 def collect(calls: Mapping[int, Any], limit: float) -> tuple[dict[int, Any], dict[int, str]]:
     """Answers by replica, and causes for those that are lost: dead, silent beyond `limit` seconds, or failed in our own code.
 
-    A replica whose collective failed lives and is in neither. Raises ConfigError when that is what a replica raised.
+    A replica whose collective failed, or whose donor died, lives and is in neither. Raises ConfigError when a replica did.
     """
     deadline = time.monotonic() + limit
     answers: dict[int, Any] = {}
@@ -35,7 +35,7 @@ def collect(calls: Mapping[int, Any], limit: float) -> tuple[dict[int, Any], dic
             cause = raised(error)
             if isinstance(cause, ConfigError):
                 raise cause from None
-            if not isinstance(cause, CollectiveError):
+            if not isinstance(cause, CollectiveError | ReplicaLostError):
                 lost[k] = f"{type(cause).__name__}: {cause}"
         except GetTimeoutError:
             lost[k] = f"its answer did not arrive within {limit:.0f} s"

@@ -60,6 +60,8 @@ class RayGroup:
         self._wired: tuple[int, ...] = ()
         self._unhealed: set[int] = set()
         """Members that have not received a committed θ yet: they neither count nor donate."""
+        self._beginners: set[int] = set()
+        """Members that have not finished a round yet."""
         self._unsaid: dict[int, str] = {}
         """Members lost where no outcome could say so; the next boundary does."""
         self._inner_seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)
@@ -100,6 +102,7 @@ class RayGroup:
         donors = [k for k in self.alive if k not in self._unhealed]
         changes = self.roster.regroup(wait_seconds, donors, self._median_round())
         self._unhealed.update(changes.joined)
+        self._beginners.update(changes.joined)
         self.traffic.heal_bytes += self.roster.take_healed_bytes()
         unsaid, self._unsaid = {k: f"lost: {cause}" for k, cause in self._unsaid.items()}, {}
         return Changes(changes.joined, {**unsaid, **changes.left}, changes.notes)
@@ -113,14 +116,14 @@ class RayGroup:
             self.roster.drop(k)
 
     def heal(self, replica_ids: Sequence[int]) -> None:
-        spoilt = [k for k in replica_ids if k in self.roster.members]
+        spoilt = [] if self.config.is_data_parallel else [k for k in replica_ids if k in self.roster.members]
         donors = [k for k in self.alive if k not in self._unhealed and k not in spoilt]
+        limit, copied = self.config.scaling.first_round_seconds, {}
         if donors and copies_inner_state(self.config):
-            calls = {k: self.roster.copy_state(donors[0], self.actors[k]) for k in spoilt}
-        else:
-            calls = {k: self.actors[k].reset_inner_state.remote() for k in spoilt}
-        answers = self._ask(calls, self.config.scaling.first_round_seconds)
-        self.traffic.heal_bytes += sum(n for n in answers.values() if n)
+            copied = self._ask({k: self.roster.copy_state(donors[0], self.actors[k]) for k in spoilt}, limit)
+            self.traffic.heal_bytes += sum(copied.values())
+        # nobody to copy from, or the donor died on the way
+        self._ask({k: self.actors[k].reset_inner_state.remote() for k in spoilt if k in self.roster.members and k not in copied}, limit)
 
     # ---- phases
 
@@ -136,6 +139,7 @@ class RayGroup:
         if self.config.is_data_parallel:  # those whom one silent member keeps waiting must be freed before they are called silent too
             limit += self.config.scaling.collective_timeout_seconds
         reports, lost = self._collect({k: actors[k].run_inner.remote(plan) for k, plan in plans.items()}, limit)
+        self._beginners -= reports.keys()
         if not lost:  # a round that waited for someone silent is no measure of the next one
             self._inner_seconds.append(time.perf_counter() - begin)
         if len(reports) < len(plans):  # a group that failed someone repeats its failure: the next phase forms a new one
@@ -294,8 +298,8 @@ class RayGroup:
 
     def _inner_deadline(self) -> float:
         scaling = self.config.scaling
-        if not self._inner_seconds:
-            return scaling.first_round_seconds
+        if not self._inner_seconds or (self.config.compile and self._beginners):
+            return scaling.first_round_seconds  # kernels are still being compiled
         return max(scaling.hang_floor_seconds, scaling.hang_factor * statistics.median(self._inner_seconds))
 
     def _exchange_deadline(self) -> float:

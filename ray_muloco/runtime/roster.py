@@ -130,6 +130,8 @@ class Roster:
             self._admit(k)
         if len(self.members) < self.config.scaling.fewest_replicas:
             raise RunError("replicas could not start", "; ".join(failures))
+        for recruit in self.recruits.values():  # whoever comes later joins a run that is past the checkpoint's state
+            recruit.has_state = False
         self._backlog += failures
 
     def close(self) -> None:

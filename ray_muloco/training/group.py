@@ -93,7 +93,10 @@ class ReplicaGroup(Protocol):
         ...
 
     def heal(self, replica_ids: Sequence[int]) -> None:
-        """Give these replicas an inner state as a joiner gets it: a copy of another's, or a new one."""
+        """Give these replicas an inner state as a joiner gets it: a copy of another's, or a new one.
+
+        Nothing for data-parallel methods, whose replicas were rolled back to the state of the round's start.
+        """
         ...
 
     def eject(self, replica_ids: Sequence[int]) -> None:
@@ -229,7 +232,8 @@ class LocalGroup:
             replica.roll_back()
 
     def heal(self, replica_ids: Sequence[int]) -> None:
-        for k in replica_ids:
+        spoilt = [] if self.config.is_data_parallel else [k for k in replica_ids if k in self.replicas]
+        for k in spoilt:
             state = self._donated(besides=replica_ids)
             if state is None:
                 self.replicas[k].reset_inner_state()
@@ -242,7 +246,7 @@ class LocalGroup:
         self.generation += 1
 
     def regroup(self, wait_seconds: float = 0.0) -> Changes:
-        missing = self.config.scaling.num_replicas - len(self.replicas)
+        missing = self.config.scaling.most_replicas - len(self.replicas)
         joined = tuple(self._add(self._donated()) for _ in range(missing))
         self.generation += bool(joined)
         return Changes(joined)
@@ -251,13 +255,16 @@ class LocalGroup:
         return Census(len(self.replicas))
 
     def _donated(self, besides: Sequence[int] = ()) -> dict[str, Tensor] | None:
-        """Inner state of the lowest member that holds a committed θ; None when it is to be, or can only be, a new one."""
-        donors = [k for k in self.alive if k not in self._unhealed and k not in besides]
-        if not donors or not copies_inner_state(self.config):
+        """Inner state of a donor, the lowest member that holds a committed θ; None when it is to be, or can only be, a new one."""
+        donor = self._donor(besides)
+        if donor is None or not copies_inner_state(self.config):
             return None
-        state = self.replicas[donors[0]].state_tensors()
+        state = self.replicas[donor].state_tensors()
         self.traffic.heal_bytes += num_bytes(state)
         return state
+
+    def _donor(self, besides: Sequence[int] = ()) -> int | None:
+        return next((k for k in self.alive if k not in self._unhealed and k not in besides), None)
 
     def evaluate(self, shares: Mapping[int, Sequence[int]]) -> dict[int, tuple[float, int]]:
         parts = [self.replicas[k].evaluate(numbers) for k, numbers in shares.items()]

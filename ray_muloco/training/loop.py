@@ -1,6 +1,6 @@
 """The whole algorithm on one screen.
 
-    plan → inner phase → decide → exchange → commit → regroup → publish → (evaluate, record, checkpoint)
+    plan → inner phase → decide → exchange → commit → heal → regroup → publish → (evaluate, record, checkpoint)
 
 The loop knows neither Ray nor compression nor method: those are members of `ReplicaGroup` and settings of `Coordinator`.
 """
@@ -42,11 +42,11 @@ def train(coordinator: Coordinator, group: ReplicaGroup, ledger: Ledger, should_
 
         committed = coordinator.commit(plans, reports, decision)
         clock.committed()
+        group.heal(decision.sitting_out)  # before anyone joins, who would copy what is spoilt
         ledger.reasons(group.regroup().reasons)
         _publish(coordinator, group, ledger)
         clock.lap("exchange")
 
-        group.heal(decision.sitting_out)
         record = record_of(coordinator, plans, reports, decision.participants, committed)
         evaluation = evaluate(coordinator, group, ledger.validation_sequences) if ledger.evaluation_due(coordinator) else None
         ledger.record(record, evaluation, group, clock)

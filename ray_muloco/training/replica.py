@@ -166,15 +166,16 @@ class Replica:
     # ---- around a commit
 
     def adopt(self) -> None:
-        """Begin from θ: θ_k ← θ. Inner state stays."""
+        """Begin from θ: θ_k ← θ. Inner state stays, and is what the next round begins with."""
         self.flat.copy_(self.theta)
         self._zero_gradients()
+        self._rollback = {}
 
     def roll_back(self) -> None:
         """Undo an inner phase that cannot commit: θ_k ← θ, and for data-parallel methods inner state of the round's start."""
-        self.adopt()
         if self._rollback:
             self.optimizer.load_state_tensors(self._rollback)
+        self.adopt()
 
     def reset_inner_state(self) -> None:
         """Forget the inner optimizer's state, which a pseudogradient that was not finite has spoilt."""

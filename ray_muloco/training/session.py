@@ -75,7 +75,7 @@ def run_session(config: TrainConfig, tracking_uri: str, seats: Seats, listener: 
         listener.info({**describe(config, coordinator, dataset, resumed, ledger), "tracking_uri": tracking_uri if config.run.tracker == "mlflow" else None})
         group = seats.group(dataset, ledger.data_dir)
         group.start(config, coordinator.progress.generation + bool(resumed), inner_states(config, resumed))
-        first_publish(coordinator, group)
+        first_publish(coordinator, group, ledger)
         try:
             outcome = train(coordinator, group, ledger, should_stop)
         except RunError:
@@ -136,13 +136,13 @@ def inner_states(config: TrainConfig, resumed: CheckpointRef | None) -> dict[int
     return {k: partial(resumed.read_tensors, replica_file(saved[k] if k < len(saved) else saved[0])) for k in range(config.scaling.most_replicas)}
 
 
-def first_publish(coordinator: Coordinator, group: ReplicaGroup) -> None:
-    """θ to every replica before the first round; refuses to start unless all hold the same bits."""
+def first_publish(coordinator: Coordinator, group: ReplicaGroup, ledger: Ledger) -> None:
+    """θ to every replica before the first round; refuses to start unless all that live hold the same bits."""
     published = group.publish(coordinator.theta)
+    ledger.reasons(f"replica {k} lost while θ was published: {cause}" for k, cause in published.lost.items())
     strays = coordinator.disagreeing(published.digests)
-    if strays or published.lost:
-        causes = [f"replica {k} holds other parameters than the coordinator" for k in strays] + [f"replica {k}: {cause}" for k, cause in published.lost.items()]
-        raise RunError("replicas disagree at the start", "; ".join(causes))
+    if strays:
+        raise RunError("replicas disagree at the start", "; ".join(f"replica {k} holds other parameters than the coordinator" for k in strays))
     coordinator.regrouped(group.generation)
 
 
