@@ -17,7 +17,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq --progress-bar off --constraint constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: help train test lint format bench clean
+.PHONY: help train test lint format bench drill clean
 help:
 	@sed -n '1,7s/^# \{0,1\}//p' Makefile
 
@@ -41,6 +41,10 @@ format: $(VENV)/installed-dev
 
 bench: $(VENV)/installed
 	$(BIN)/python jobs/bench.py $(ARGS)
+
+# 60 faults over 600 rounds, twice: hours, not part of the tests
+drill: $(VENV)/installed
+	$(BIN)/python jobs/drill.py tiny --scaling.num-replicas 4 --faults 60 $(ARGS)
 
 clean:
 	rm -rf $(VENV)
