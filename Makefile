@@ -42,7 +42,7 @@ format: $(VENV)/installed-dev
 bench: $(VENV)/installed
 	$(BIN)/python jobs/bench.py $(ARGS)
 
-# 60 faults over 600 rounds, twice: hours, not part of the tests
+# 60 faults over 600 rounds, after as many undisturbed ones: an hour or so, not part of the tests
 drill: $(VENV)/installed
 	$(BIN)/python jobs/drill.py tiny --scaling.num-replicas 4 --faults 60 $(ARGS)
 

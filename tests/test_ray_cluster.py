@@ -92,3 +92,30 @@ def test_relative_storage_inside_a_ray_job_is_refused(source: Path, tmp_path: Pa
     assert done.returncode == 2
     assert "run.storage-path" in done.stderr
     assert "/shared/runs" in done.stderr
+
+
+def test_a_cluster_that_does_not_answer_is_refused_in_seconds(source: Path, tmp_path: Path) -> None:  # noqa: F811
+    """RAY_ADDRESS of a cluster that is gone: Ray would try for minutes; one line says what to do instead."""
+    begin = time.monotonic()
+    refused = job(source, tmp_path, "nowhere", f"127.0.0.1:{free_port()}")
+    output, _ = refused.communicate(timeout=60)
+    assert refused.returncode == 2
+    assert "RAY_ADDRESS" in output
+    assert "unset RAY_ADDRESS" in output
+    assert time.monotonic() - begin < 40
+
+
+def test_a_run_that_is_going_on_is_not_followed_under_other_settings(source: Path, tmp_path: Path, address: str) -> None:  # noqa: F811
+    """Before the first checkpoint nothing on the disk could refuse them: the second driver would have reported the first one's run as its own."""
+    first = job(source, tmp_path, "same", address, "--checkpoint.every-rounds", "100000", "--budget-tokens", "40000000")
+    deadline = time.monotonic() + 90
+    while len(rounds(tmp_path, "same")) < 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    other = job(source, tmp_path, "same", address, "--checkpoint.every-rounds", "100000", "--budget-tokens", "40000000", "--inner.lr", "0.001")
+    output, _ = other.communicate(timeout=60)
+    assert other.returncode == 2, output
+    assert "is a run that is going on with other settings (inner.lr" in output
+    assert first.poll() is None, "the run itself goes on"
+    first.terminate()
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode == 3, output[-2000:]

@@ -79,16 +79,16 @@ def test_replicas_that_sum_among_themselves_commit_what_one_process_does(source:
 
 
 class Killer(Notes):
-    """Kills a replica's process when a round is heard."""
+    """Kills a replica's process, or sends it another signal, when a round is heard."""
 
-    def __init__(self, at_round: int, victim: int) -> None:
+    def __init__(self, at_round: int, victim: int, number: int = signal.SIGKILL) -> None:
         super().__init__()
-        self.at_round, self.victim = at_round, victim
+        self.at_round, self.victim, self.number = at_round, victim, number
 
     def round(self, record: dict[str, Any]) -> None:
         super().round(record)
         if record["round"] == self.at_round:
-            replica_processes()[self.victim].kill()
+            replica_processes()[self.victim].send_signal(self.number)
 
 
 def replica_processes() -> list[psutil.Process]:
@@ -126,6 +126,20 @@ def test_the_survivors_of_a_kill_commit_on_and_another_replica_joins_them(source
     assert result.tokens >= config.budget_tokens
     assert [r["round"] for r in result.metrics] == list(range(1, len(participants) + 1))
     assert all(b["tokens"] > a["tokens"] and b["generation"] >= a["generation"] for a, b in itertools.pairwise(result.metrics))
+
+
+@pytest.mark.parametrize("method", ["muloco", "muon-dp"])
+def test_a_stopped_replica_costs_its_deadline_and_nobody_else_is_blamed(source: Path, tmp_path: Path, method: str) -> None:  # noqa: F811
+    """SIGSTOP: data-parallel survivors are kept waiting inside a collective; they were called silent with the one they waited for."""
+    config = long(config_for(source, tmp_path, "hung", method=method, scaling__num_replicas=3, batch_sequences=6, scaling__min_replicas=1))
+    config = config.override({"scaling.hang_floor_seconds": 3.0, "scaling.collective_timeout_seconds": 4.0})
+    result = fit(config, listener=Killer(at_round=3, victim=1, number=signal.SIGSTOP))
+    participants = [r["participants"] for r in result.metrics]
+    lost = [reason for r in result.metrics for reason in r["reasons"] if "lost" in reason]
+    assert result.status == "finished"
+    assert participants[0] == participants[-1] == 3
+    assert min(participants) == 2
+    assert len(lost) == 1, lost
 
 
 def test_with_fewer_than_min_replicas_nothing_commits_until_another_has_joined(source: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -254,3 +268,13 @@ def in_session(process: psutil.Process, session: int) -> bool:
         return os.getsid(process.pid) == session
     except ProcessLookupError:
         return False
+
+
+def test_replicas_get_the_threads_with_which_all_find_room(source: Path, tmp_path: Path) -> None:  # noqa: F811
+    """On a joined cluster of 16 logical CPUs, the most threads with which every replica still has a place; a given number stays."""
+    from ray_muloco.runtime.fit import _with_threads_that_fit
+
+    for replicas, threads in ((1, 16), (3, 5), (4, 4), (6, 2)):
+        config = config_for(source, tmp_path, "t", scaling__num_replicas=replicas, batch_sequences=12, scaling__threads_per_replica=0)
+        assert _with_threads_that_fit(config).scaling.threads_per_replica == threads
+    assert _with_threads_that_fit(config.override({"scaling.threads_per_replica": 3})).scaling.threads_per_replica == 3
