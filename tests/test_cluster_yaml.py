@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from clusters import HEALTH_CHECKS, ROOT, bundles_of, launched, misspelled, pinned_ray
-from train import parse
+from clusters import HEALTH_CHECKS, ROOT, bundles_of, launched, misspelled, parse, pinned_ray
 
 from ray_muloco.training.storage import is_uri
 

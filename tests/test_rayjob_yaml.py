@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from clusters import HEALTH_CHECKS, ROOT, STRINGS, bundles_of, launched, misspelled, pinned_ray
-from train import parse
+from clusters import HEALTH_CHECKS, ROOT, STRINGS, bundles_of, launched, misspelled, parse, pinned_ray
 
 from ray_muloco.training.storage import is_uri
 
