@@ -82,9 +82,9 @@ def main() -> int:
 
 def drill(flags: Flags) -> dict[str, Any] | None:
     """Train twice, undisturbed and under faults; the report, or None when asked to stop."""
-    from ray_muloco.analysis.recovery import recovery_report, seconds_between
+    from ray_muloco.analysis.recovery import growth, recovery_report, seconds_between
     from ray_muloco.runtime.cluster import one_node_a_replica
-    from ray_muloco.runtime.drill import Drill, read_log
+    from ray_muloco.runtime.drill import Drill, read_log, usage_path
     from ray_muloco.runtime.fit import fit
     from ray_muloco.runtime.leaks import belongings, leaks
     from ray_muloco.training.manifest import newest_manifest
@@ -116,7 +116,7 @@ def drill(flags: Flags) -> dict[str, Any] | None:
     found = newest_manifest(result.path)
     assert found is not None, "a finished run has a checkpoint"
     report = recovery_report(result.metrics, read_log(log), found[1], undisturbed.metrics, config.scaling.num_replicas)
-    return {**report, "leaks": leaks(before), "run": result.path}
+    return {**report, "growth": growth(read_log(usage_path(log))), "leaks": leaks(before), "run": result.path}
 
 
 class Replenisher:
@@ -184,6 +184,7 @@ def show(report: dict[str, Any]) -> None:
         "samples lost, repeated": f"{report['samples_lost']}, {report['samples_repeated']}",
         "digests agree": "yes" if report["digests_agree"] else "NO",
         "validation loss": f"{report['val_loss']:.4f}, undisturbed {report['val_loss_undisturbed']:.4f}",
+        "coordinator's growth": ", ".join(f"{name.replace('_', ' ')} {ratio:.3f}" for name, ratio in report["growth"].items()) or "-",
         "left behind": ", ".join(report["leaks"]) or "nothing",
         "report": f"{report['run']}/report.html",
     }

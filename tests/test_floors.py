@@ -123,9 +123,10 @@ def test_the_package_never_imports_entry_points() -> None:
 def test_the_environment_is_read_in_two_files_only() -> None:
     """RAY_ADDRESS in runtime/fit.py and MLFLOW_TRACKING_URI in training/tracking.py; a flag decides everything else.
 
-    runtime/nccl_backend.py sets a switch for torch, which takes it in no other way, and puts it back.
+    runtime/nccl_backend.py sets a switch for torch, which takes it in no other way, and puts it back; runtime/cluster.py
+        sets Ray's health checks for the head it starts, which takes them in no other way.
     """
-    allowed = {"ray_muloco/runtime/fit.py", "ray_muloco/training/tracking.py", "ray_muloco/runtime/nccl_backend.py"}
+    allowed = {"ray_muloco/runtime/fit.py", "ray_muloco/training/tracking.py", "ray_muloco/runtime/nccl_backend.py", "ray_muloco/runtime/cluster.py"}
     found = {path for path, tree in sources("ray_muloco") if any(_touches_environment(node) for node in ast.walk(tree))}
     assert found <= allowed
 

@@ -114,3 +114,16 @@ def recovery_report(
 def last_loss(records: Sequence[Record]) -> float | None:
     """Validation loss of the last round that was evaluated."""
     return next((record["val_loss"] for record in reversed(records) if record["val_loss"] is not None), None)
+
+
+def growth(usage: Sequence[Record]) -> dict[str, float]:
+    """What a process held in the last fifth of its rounds over what it held in the second fifth, as medians; of the process that lived longest."""
+    longest = Counter(entry["pid"] for entry in usage).most_common(1)
+    own = [entry for entry in usage if longest and entry["pid"] == longest[0][0]]
+    fifth = len(own) // 5
+    if fifth < 2:
+        return {}
+    early, late = own[fifth : 2 * fifth], own[-fifth:]
+    names = [name for name in own[0] if name not in ("round", "pid")]
+    middle = {name: (statistics.median(e[name] for e in late), statistics.median(e[name] for e in early)) for name in names}
+    return {name: after / before if before else 1.0 + after for name, (after, before) in middle.items()}

@@ -19,9 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from torch import Tensor
 
 from ray_muloco.runtime.group import RayGroup
+from ray_muloco.runtime.leaks import shared_files
 from ray_muloco.runtime.roster import Roster
 from ray_muloco.training.checkpoint import FileRecord
 from ray_muloco.training.group import CheckpointTarget, ExchangeOutcome, InnerOutcome, PublishOutcome
@@ -91,6 +93,11 @@ def read_log(path: str) -> list[dict[str, Any]]:
     return happened
 
 
+def usage_path(log: str) -> str:
+    """The file, beside a drill's log, with what the coordinator's process held after each round."""
+    return f"{log.removesuffix('.jsonl')}-usage.jsonl"
+
+
 class DrilledGroup(RayGroup):
     """A RayGroup whose replicas, or whose coordinator, fail as scheduled."""
 
@@ -99,7 +106,7 @@ class DrilledGroup(RayGroup):
         self._log = drill.log
         done = {entry["number"] for entry in read_log(drill.log)}
         self._due = [fault for fault in drill.faults if fault.number not in done]
-        self._round = 0
+        self._round = self._noted_round = 0
         self._usual: dict[str, float] = {}
 
     def run_inner(self, plans: Mapping[int, SegmentPlan]) -> InnerOutcome:
@@ -113,7 +120,21 @@ class DrilledGroup(RayGroup):
 
     def publish(self, theta: Tensor) -> PublishOutcome:
         with self._phase("publish"):
-            return super().publish(theta)
+            outcome = super().publish(theta)
+        if self._round > self._noted_round:
+            self._noted_round = self._round
+            self._note_usage()
+        return outcome
+
+    def _note_usage(self) -> None:
+        """What this process holds after a round, for the question whether it grows: a line in a file beside the log."""
+        me = psutil.Process()
+        usage = {
+            "round": self._round, "resident_bytes": me.memory_info().rss, "descriptors": me.num_fds(), "threads": me.num_threads(),
+            "rendezvous_keys": self.num_rendezvous_keys(), "shared_memory_files": len(shared_files()), "pid": os.getpid(),
+        }  # fmt: skip
+        with open(usage_path(self._log), "a", encoding="utf-8") as file:
+            file.write(json.dumps(usage) + "\n")
 
     def save(self, target: CheckpointTarget) -> Callable[[], dict[int, FileRecord]]:
         with self._phase("checkpoint"):

@@ -96,6 +96,10 @@ class RayGroup:
             storage.remove_probe(*self._probe)
         self.roster.close()
 
+    def num_rendezvous_keys(self) -> int:
+        """Keys in the run's rendezvous store: those of generations that are over are removed."""
+        return len(self._wirer.store.keys()) if self._wirer is not None else 0
+
     # ---- membership
 
     def regroup(self, wait_seconds: float = 0.0) -> Changes:
