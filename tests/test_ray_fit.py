@@ -278,3 +278,28 @@ def test_replicas_get_the_threads_with_which_all_find_room(source: Path, tmp_pat
         config = config_for(source, tmp_path, "t", scaling__num_replicas=replicas, batch_sequences=12, scaling__threads_per_replica=0)
         assert _with_threads_that_fit(config).scaling.threads_per_replica == threads
     assert _with_threads_that_fit(config.override({"scaling.threads_per_replica": 3})).scaling.threads_per_replica == 3
+
+
+@ray.remote(num_cpus=0)
+class Donor:
+    """Gives an inner state, or dies over it."""
+
+    def give(self, state: dict[str, Any] | None) -> dict[str, Any]:
+        if state is None:
+            os._exit(1)
+        return state
+
+
+def test_a_donors_death_is_not_its_receivers(source: Path) -> None:  # noqa: F811
+    """The receiver says whose death it was and takes the state of the next donor; it was called dead itself."""
+    from ray_muloco.errors import ReplicaLostError
+    from ray_muloco.runtime.actors import replica_actor
+    from ray_muloco.runtime.answers import collect
+
+    receiver = replica_actor(1, 0).remote(3)
+    dead = receiver.load_state.remote([Donor.remote().give.remote(None)], 7)
+    answers, lost = collect({3: dead}, 60)
+    assert (answers, lost) == ({}, {}), "it lives"
+    with pytest.raises(ReplicaLostError, match="replica 7 was lost"):
+        ray.get(dead)
+    ray.kill(receiver)
