@@ -29,8 +29,8 @@ def one_node_a_replica(num_replicas: int, threads: int) -> Iterator[Callable[[],
     """
     from ray.cluster_utils import Cluster
 
-    for name, value in HEALTH_CHECKS.items():
-        os.environ.setdefault(name, value)
+    ours = {name: value for name, value in HEALTH_CHECKS.items() if name not in os.environ}
+    os.environ.update(ours)
     node = {"object_store_memory": NODE_STORE_BYTES, "include_dashboard": False}
     cluster: Any = Cluster(initialize_head=True, head_node_args={**node, "num_cpus": 0, "resources": {COORDINATOR: 1}})
     try:
@@ -50,3 +50,5 @@ def one_node_a_replica(num_replicas: int, threads: int) -> Iterator[Callable[[],
     finally:
         ray.shutdown()
         cluster.shutdown()
+        for name in ours:
+            del os.environ[name]
