@@ -5,10 +5,19 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from _bench.measure import Effort, Figure, within
+from _bench.measure import Effort, Figure, at_least, within
 from _bench.runs import fit_rounds, run_config
+from ray_muloco import presets
+from ray_muloco.config import TrainConfig
+
+SLOWER = 3.0
+DRAG = 8.0
+"""What sleep makes of every replica's steps, so that four of them leave two cores mostly idle."""
+SETTLED_ROUNDS = 4
+"""Rounds until all four replicas are slowed, and one was planned by the speeds that followed."""
 
 
 def elastic_off(effort: Effort) -> Iterator[Figure]:
@@ -37,3 +46,51 @@ def inner_rate(records: list[dict[str, Any]]) -> float:
 def exchange_seconds(records: list[dict[str, Any]]) -> float:
     """Median seconds of a round's exchange, both ways."""
     return statistics.median(record["seconds_exchange"] for record in records)
+
+
+def equal_time(effort: Effort) -> Iterator[Figure]:
+    """Four replicas, one of them three times slower: the tokens a second of a run over the sum of what each one could do.
+
+    The whole is Σ v_k, v_k the tokens a second of replica k's inner phases, measured in the same rounds while all four run. So that
+    cores do not decide, replicas sleep instead of computing: each of three takes DRAG times as long as its computation, one
+    3 DRAG times. Synchronous rounds wait for the slowest, (3 + 1) v / 3 of 3⅓ v, or 0.4; rounds of equal time should not.
+    """
+    turns: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory() as storage:
+        for turn in range(1 if effort.quick else max(2, effort.repeats // 2)):
+            for equal in (True, False):
+                config = slow_config(storage, effort).override({"scaling.equal_time_rounds": equal})
+                turns[equal].append(paces(config, f"{storage}/drill-{turn}-{equal}"))
+    for equal, name, target in ((True, "rounds of equal time", at_least(0.9)), (False, "synchronous rounds", None)):
+        run, whole = (statistics.median(values) for values in zip(*turns[equal], strict=True))
+        yield Figure(f"nano, K=4, one {SLOWER:g}x slower, {name}", run, whole, "tokens/s", target)
+
+
+def slow_config(storage: str, effort: Effort) -> TrainConfig:
+    """nano with four replicas and a round of two seconds or so."""
+    config = presets.nano("muloco", 4)
+    rounds, interval = (SETTLED_ROUNDS + 2, 6) if effort.quick else (SETTLED_ROUNDS + 8, 30)
+    return config.override(
+        {
+            "sync_interval": interval, "budget_tokens": rounds * interval * config.batch_sequences * config.model.sequence_length,
+            "eval_every_rounds": 1000, "checkpoint.every_rounds": 1000, "scaling.threads_per_replica": 1,
+            "run.storage_path": storage, "run.tracker": "none",
+        }
+    )  # fmt: skip
+
+
+def paces(config: TrainConfig, files: str) -> tuple[float, float]:
+    """Tokens a second of the run from commit to commit, and Σ v_k, both over the settled rounds."""
+    from ray_muloco.analysis.recovery import pace
+    from ray_muloco.runtime.drill import SLOW, Drill, Fault, read_log
+
+    moments = ((1, "inner"), (1, "exchange"), (1, "publish"), (2, "exchange"))
+    faults = tuple(
+        Fault(number=k, round=at, kind=SLOW, phase=phase, moment=0.0, victim=k / 4, factor=DRAG * (SLOWER if k == 3 else 1.0))
+        for k, (at, phase) in enumerate(moments)
+    )
+    Path(files).mkdir()
+    records = fit_rounds(config, Drill(faults, f"{files}/log.jsonl", f"{files}/speeds.jsonl"))
+    settled = [line["steps_per_second"] for line in read_log(f"{files}/speeds.jsonl") if line["round"] > SETTLED_ROUNDS]
+    step_tokens = config.replica_batch_sequences * config.model.sequence_length
+    return pace(records[SETTLED_ROUNDS - 1 :]), step_tokens * sum(statistics.median(line[k] for line in settled) for k in settled[0])
