@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from _bench.measure import Effort, Figure, at_least, within
+from _bench.measure import Effort, Figure, at_least, at_most, compare, within
 from _bench.runs import fit_rounds, run_config
 from ray_muloco import presets
 from ray_muloco.config import TrainConfig
 
+JOBS = Path(__file__).resolve().parents[1]
+TIMEOUT_SECONDS = 300.0
+PAUSE = re.compile(r"no training for (-?[0-9.]+) s")
+KILL_ROUND = 5
 SLOWER = 3.0
 DRAG = 8.0
 """What sleep makes of every replica's steps, so that four of them leave two cores mostly idle."""
@@ -94,3 +102,56 @@ def paces(config: TrainConfig, files: str) -> tuple[float, float]:
     settled = [line["steps_per_second"] for line in read_log(f"{files}/speeds.jsonl") if line["round"] > SETTLED_ROUNDS]
     step_tokens = config.replica_batch_sequences * config.model.sequence_length
     return pace(records[SETTLED_ROUNDS - 1 :]), step_tokens * sum(statistics.median(line[k] for line in settled) for k in settled[0])
+
+
+def ray_train_elastic(effort: Effort) -> Iterator[Figure]:
+    """tiny on two nodes of this machine, a process killed with -9 or a node crashed: seconds without training, ours and Ray Train's.
+
+    Theirs: from the crash to the next step that its restarted workers finish, less a usual step; ScalingConfig(num_workers=(1, 2)),
+    a checkpoint every 20 steps. Ours: by how much later than usual the round committed that the crash hit; the other replica
+    trained on meanwhile. Both with the same health checks, those of runtime.cluster.
+    """
+    turns = 1 if effort.quick else max(2, effort.repeats // 2)
+    for kind, name in (("kill", "a process killed"), ("node", "a node crashed")):
+        if not (effort.quick and kind == "node"):
+            yield compare(
+                f"tiny, K=2, {name}", lambda kind=kind: our_pause(kind, effort), lambda kind=kind: their_pause(kind), "s without training", turns, at_most(0.2)
+            )
+
+
+def our_pause(kind: str, effort: Effort) -> float:
+    """Seconds by which the round in which a replica dies commits later than the rounds before it; at least 0."""
+    from ray_muloco import fit
+    from ray_muloco.analysis.recovery import delays, seconds_between
+    from ray_muloco.runtime.cluster import one_node_a_replica
+    from ray_muloco.runtime.drill import Drill, Fault, read_log
+
+    with tempfile.TemporaryDirectory() as storage:
+        config = run_config(2, storage, effort)
+        round_tokens = config.sync_interval * config.batch_sequences * config.model.sequence_length
+        config = config.override(
+            {
+                "budget_tokens": (KILL_ROUND + 3) * round_tokens, "eval_every_rounds": 1000, "checkpoint.every_rounds": 1000,
+                "scaling.min_replicas": 1, "scaling.max_replicas": 2, "run.name": f"bench-{time.time_ns()}",
+            }
+        )  # fmt: skip
+        log = f"{storage}/drill.jsonl"
+        fault = Fault(number=0, round=KILL_ROUND, kind=kind, phase="inner", moment=0.5, victim=0.99)
+        with one_node_a_replica(2, 1):
+            records = fit(config, drill=Drill((fault,), log)).metrics
+        usual = statistics.median(seconds_between(records[: KILL_ROUND - 1]))
+        found = delays(records, read_log(log), kind, usual)
+        if len(found) != 1:
+            raise AssertionError(f"the fault did not fall into one round: delays {found}")
+        return max(0.0, found[0])
+
+
+def their_pause(kind: str) -> float:
+    """The baseline program, in processes of its own."""
+    with tempfile.TemporaryDirectory() as storage:
+        command = [sys.executable, "-m", "_bench.torch_elastic", storage, kind]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, cwd=JOBS, check=False)
+    found = PAUSE.search(done.stdout)
+    if done.returncode or not found:
+        raise AssertionError(f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
+    return float(found[1])
