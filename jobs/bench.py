@@ -25,7 +25,7 @@ from _main import check_json_place, parse, run, write_json
 from rich.console import Console
 from rich.table import Table
 
-CaseName = Literal["muon", "inner", "fit-k1", "fit-k2", "ddp", "startup", "exchange", "data"]
+CaseName = Literal["muon", "inner", "fit-k1", "fit-k2", "ddp", "startup", "exchange", "data", "elastic-off", "equal-time", "ray-train-elastic"]
 # each case runs in a process of its own: its module, its function, its number of A B turns
 CASES: dict[str, tuple[str, str, int]] = {
     "muon": ("_bench.steps", "muon", 15),
@@ -36,6 +36,9 @@ CASES: dict[str, tuple[str, str, int]] = {
     "startup": ("_bench.startup", "startup", 5),
     "exchange": ("_bench.exchange", "exchange", 15),
     "data": ("_bench.reading", "data", 7),
+    "elastic-off": ("_bench.elastic", "elastic_off", 8),
+    "equal-time": ("_bench.elastic", "equal_time", 5),
+    "ray-train-elastic": ("_bench.elastic", "ray_train_elastic", 5),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bench
 import pytest
 import torch
-from _bench.measure import Figure, at_least, at_most, compare
+from _bench.measure import Figure, at_least, at_most, compare, within
 from _bench.plain import check_same_model, plain_optimizers, plain_step, plain_twin
 
 from ray_muloco import presets
@@ -64,7 +64,7 @@ def test_sides_are_measured_in_turns_and_by_their_medians() -> None:
     assert (figure.ours, figure.baseline, figure.ratio) == (2.0, 4.0, 0.5)
 
 
-@pytest.mark.parametrize(("target", "good", "bad"), [(at_least(2.0), 2.0, 1.99), (at_most(1.25), 1.25, 1.26)])
+@pytest.mark.parametrize(("target", "good", "bad"), [(at_least(2.0), 2.0, 1.99), (at_most(1.25), 1.25, 1.26), (within(0.02), 0.981, 1.021)])
 def test_a_target_has_a_side(target, good: float, bad: float) -> None:
     assert target.met(good)
     assert not target.met(bad)

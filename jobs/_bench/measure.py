@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -10,27 +11,34 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the ratio ours / baseline must be: at least or at most a bound."""
+    """What the ratio ours / baseline must be: between two bounds, one of which may be missing."""
 
-    bound: float
-    at_least: bool
+    low: float = -math.inf
+    high: float = math.inf
 
     def met(self, ratio: float) -> bool:
-        """Whether the ratio is on the right side of the bound."""
-        return ratio >= self.bound if self.at_least else ratio <= self.bound
+        """Whether the ratio is neither below nor above."""
+        return self.low <= ratio <= self.high
 
     def __str__(self) -> str:
-        return f"{'≥' if self.at_least else '≤'} {self.bound:g}"
+        if math.isinf(self.high):
+            return f"≥ {self.low:g}"
+        return f"≤ {self.high:g}" if math.isinf(self.low) else f"{self.low:g} – {self.high:g}"
 
 
 def at_least(bound: float) -> Target:
     """For rates: more is better."""
-    return Target(bound, at_least=True)
+    return Target(low=bound)
 
 
 def at_most(bound: float) -> Target:
     """For times and sizes: less is better."""
-    return Target(bound, at_least=False)
+    return Target(high=bound)
+
+
+def within(share: float) -> Target:
+    """For what should make no difference: 1 ± share."""
+    return Target(1 - share, 1 + share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,12 +82,12 @@ def run_config(replicas: int, storage: str, effort: Effort) -> TrainConfig:
 # ---- ours
 
 
-def fit_rounds(config: TrainConfig) -> list[dict[str, Any]]:
-    """The records of a new run of this configuration."""
+def fit_rounds(config: TrainConfig, drill: Any = None) -> list[dict[str, Any]]:
+    """The records of a new run of this configuration, which loses no replica. drill: what slows them (runtime.drill.Drill)."""
     from ray_muloco import fit
 
     named = config.override({"run.name": f"bench-{time.time_ns()}"})
-    records = fit(named).metrics
+    records = fit(named, drill=drill).metrics
     if sum(record["participants"] != config.scaling.num_replicas for record in records):
         raise AssertionError("a replica was lost during the benchmark: the figure would be meaningless")
     return records

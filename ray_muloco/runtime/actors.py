@@ -123,11 +123,14 @@ class ReplicaActor:
         return kept
 
     @ray.method(concurrency_group=HEALING)
-    def fail(self, kind: str, delay: float) -> None:
-        """Die, stop, or take this node down after so many seconds: a drill's fault."""
-        from ray_muloco.runtime.drill import HANG, NODE
+    def fail(self, kind: str, delay: float, factor: float = 1.0) -> None:
+        """Die, stop, slow down by a factor, or take this node down after so many seconds: a drill's fault."""
+        from ray_muloco.runtime.drill import HANG, NODE, SLOW, dragged
 
         time.sleep(delay)
+        if kind == SLOW:  # in the place of the method: a replica that was never slowed asks nothing
+            self.replica.inner_steps = dragged(self.replica.inner_steps, factor)
+            return
         if kind == NODE:
             os.kill(os.getppid(), signal.SIGKILL)  # the node's raylet, whose child every actor is
         os.kill(os.getpid(), signal.SIGSTOP if kind == HANG else signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Fault drills: a run under a schedule of faults, real ones, in the phases where they hurt.
 
 A schedule is data, drawn from a seed. Faults are injected where the phase is known, in the coordinator's process: a
-replica is told to kill or stop itself after a moment, the coordinator kills itself. Each fault is written to a file
+replica is told to kill, stop or slow itself after a moment, the coordinator kills itself. Each fault is written to a file
 before it happens, so that a coordinator that comes back knows which ones are behind it.
 """
 
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 from torch import Tensor
@@ -29,8 +29,8 @@ from ray_muloco.training.checkpoint import FileRecord
 from ray_muloco.training.group import CheckpointTarget, ExchangeOutcome, InnerOutcome, PublishOutcome
 from ray_muloco.training.plan import SegmentPlan
 
-KILL, HANG, NODE, COORDINATOR = "kill", "hang", "node", "coordinator"
-KINDS = (KILL, HANG, NODE, COORDINATOR)
+KILL, HANG, NODE, COORDINATOR, SLOW = "kill", "hang", "node", "coordinator", "slow"
+KINDS = (KILL, HANG, NODE, COORDINATOR, SLOW)
 PHASES = ("inner", "exchange", "publish", "checkpoint")
 RARE = 10
 """Of so many drawn faults at most one is a hang and at most one the coordinator's death."""
@@ -41,7 +41,8 @@ UNKNOWN_PHASE_SECONDS = 0.05
 class Fault:
     """One fault: what happens, in which phase of the first round from `round` on that has one.
 
-    moment: share of the phase's usual time after which it happens; victim: share of the living replicas before the victim.
+    moment: share of the phase's usual time after which it happens; victim: share of the living replicas before the victim;
+    factor: how many times as long a slow replica's inner steps take from its next inner phase on.
     """
 
     number: int
@@ -50,6 +51,7 @@ class Fault:
     phase: str
     moment: float
     victim: float
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class Drill:
 
     faults: tuple[Fault, ...]
     log: str
+    speeds: str = ""
+    """JSON lines file for the inner steps a second of each replica, a line a round; empty for none."""
 
 
 def draw_faults(count: int, seed: int, rounds: int, kinds: tuple[str, ...] = (KILL, HANG, COORDINATOR)) -> tuple[Fault, ...]:
@@ -98,12 +102,34 @@ def usage_path(log: str) -> str:
     return f"{log.removesuffix('.jsonl')}-usage.jsonl"
 
 
+class InnerSteps(Protocol):
+    """Replica.inner_steps."""
+
+    def __call__(self, plan: SegmentPlan) -> Iterator[None]: ...
+
+
+def dragged(inner_steps: InnerSteps, factor: float) -> InnerSteps:
+    """The inner loop with every step stretched to `factor` times its length by sleep, which leaves the core to others.
+
+    A step's length is what this thread computed, not what it waited for a busy core: that wait would be stretched too.
+    """
+
+    def steps(plan: SegmentPlan) -> Iterator[None]:
+        begin = time.thread_time()
+        for _ in inner_steps(plan):
+            time.sleep((factor - 1) * (time.thread_time() - begin))
+            yield
+            begin = time.thread_time()
+
+    return steps
+
+
 class DrilledGroup(RayGroup):
     """A RayGroup whose replicas, or whose coordinator, fail as scheduled."""
 
     def __init__(self, roster: Roster, fingerprint: str, data_dir: str, drill: Drill) -> None:
         super().__init__(roster, fingerprint, data_dir)
-        self._log = drill.log
+        self._log, self._speeds = drill.log, drill.speeds
         done = {entry["number"] for entry in read_log(drill.log)}
         self._due = [fault for fault in drill.faults if fault.number not in done]
         self._round = self._noted_round = 0
@@ -112,7 +138,12 @@ class DrilledGroup(RayGroup):
     def run_inner(self, plans: Mapping[int, SegmentPlan]) -> InnerOutcome:
         self._round = next(iter(plans.values())).round_number
         with self._phase("inner"):
-            return super().run_inner(plans)
+            outcome = super().run_inner(plans)
+        if self._speeds:
+            speeds = {k: report.num_steps / report.seconds for k, report in sorted(outcome.reports.items())}
+            with open(self._speeds, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"round": self._round, "steps_per_second": speeds}) + "\n")
+        return outcome
 
     def exchange(self, weights: Mapping[int, float], out: Tensor) -> ExchangeOutcome:
         with self._phase("exchange"):
@@ -162,4 +193,4 @@ class DrilledGroup(RayGroup):
         if fault.kind == COORDINATOR:
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
         else:
-            self.actors[victim].fail.remote(fault.kind, delay)
+            self.actors[victim].fail.remote(fault.kind, delay, fault.factor)
