@@ -116,7 +116,7 @@ def drill(flags: Flags) -> dict[str, Any] | None:
     found = newest_manifest(result.path)
     assert found is not None, "a finished run has a checkpoint"
     report = recovery_report(result.metrics, read_log(log), found[1], undisturbed.metrics, config.scaling.num_replicas)
-    return {**report, "growth": growth(read_log(usage_path(log))), "leaks": leaks(before), "run": result.path}
+    return {**report, "scheduled": len(faults), "growth": growth(read_log(usage_path(log))), "leaks": leaks(before), "run": result.path}
 
 
 class Replenisher:
@@ -147,7 +147,8 @@ def planned(flags: Flags) -> tuple[TrainConfig, tuple[Any, ...]]:
     config = flags.config.override({"run.storage_path": absolute_path(flags.config.run.storage_path), "run.name": flags.config.run_name})
     round_tokens = config.sync_interval * config.batch_sequences * config.model.sequence_length
     if not flags.keep_budget:
-        config = config.override({"budget_tokens": ROUNDS_A_FAULT * (flags.faults + flags.drop_node + 1) * round_tokens})
+        wanted = [flags.faults + flags.drop_node + 1, flags.kill_every, flags.hang_every, 1 + max(flags.kill_coordinator_at, default=0) // ROUNDS_A_FAULT]
+        config = config.override({"budget_tokens": ROUNDS_A_FAULT * max(wanted) * round_tokens})
     rounds = config.budget_tokens // round_tokens
     if rounds < 2 * (flags.faults + flags.drop_node):
         raise ConfigError(
@@ -172,7 +173,7 @@ def show(report: dict[str, Any]) -> None:
     waits, rounds, kills = report["seconds_to_next_commit"], report["rounds_to_next_commit"], report["kill_delay_seconds"]
     table = Table(title="Recovery", show_header=False)
     rows = {
-        "faults": f"{report['faults']} ({', '.join(f'{n} {kind}' for kind, n in sorted(report['by_kind'].items()))})",
+        "faults": f"{report['faults']} of {report['scheduled']} scheduled ({', '.join(f'{n} {kind}' for kind, n in sorted(report['by_kind'].items()))})",
         "in phases": ", ".join(f"{n} {phase}" for phase, n in sorted(report["by_phase"].items())),
         "rounds": f"{report['rounds']} of {report['round_seconds']:.2f} s",
         "from fault to next commit": f"median {statistics.median(waits):.2f} s, {statistics.median(rounds):.1f} rounds; worst {max(waits):.1f} s"

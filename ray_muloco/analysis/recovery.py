@@ -105,7 +105,7 @@ def recovery_report(
         "tokens_lost": sum(record["tokens_lost"] for record in records),
         "samples_lost": lost,
         "samples_repeated": repeated,
-        "digests_agree": not any("its θ differs" in reason for reason in reasons),
+        "digests_agree": not any("its θ differs" in reason or "with different parameters" in reason for reason in reasons),
         "val_loss": last_loss(records),
         "val_loss_undisturbed": last_loss(undisturbed),
     }

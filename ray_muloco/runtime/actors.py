@@ -42,7 +42,8 @@ class ReplicaActor:
         self.link: ReplicaLink | None = None
         self._files = ThreadPoolExecutor(1)
         self._saving: Future[FileRecord] | None = None
-        self._kept: dict[str, Any] = {}
+        self._kept: dict[int, dict[str, Any]] = {}
+        self._num_kept = 0
 
     def hardware(self) -> dict[str, Any]:
         """Where this replica is and what it computes with; imports torch, so that the next call finds it there."""
@@ -112,15 +113,16 @@ class ReplicaActor:
         """Begin the inner optimizer anew."""
         self.replica.reset_inner_state()
 
-    def keep_state(self) -> None:
-        """Copy the inner state as it is at this boundary, for a joiner."""
-        self._kept = self.replica.state_tensors()
+    def keep_state(self) -> int:
+        """Copy the inner state as it is at this boundary, for joiners; returns the copy's number."""
+        self._num_kept += 1
+        self._kept[self._num_kept] = self.replica.state_tensors()
+        return self._num_kept
 
     @ray.method(concurrency_group=HEALING)
-    def give_state(self, _kept: None) -> dict[str, Any]:
+    def give_state(self, number: int) -> dict[str, Any]:
         """The inner state that `keep_state`, whose answer this call waits for, has copied; this replica trains on meanwhile."""
-        kept, self._kept = self._kept, {}
-        return kept
+        return self._kept.pop(number)
 
     @ray.method(concurrency_group=HEALING)
     def fail(self, kind: str, delay: float, factor: float = 1.0) -> None:
@@ -135,13 +137,13 @@ class ReplicaActor:
             os.kill(os.getppid(), signal.SIGKILL)  # the node's raylet, whose child every actor is
         os.kill(os.getpid(), signal.SIGSTOP if kind == HANG else signal.SIGKILL)
 
-    def load_state(self, states: Sequence[ray.ObjectRef[dict[str, Any]]], donor: int) -> int:
-        """Take a donor's inner state; returns its bytes. ReplicaLostError when the donor died before it gave it."""
+    def load_state(self, states: Sequence[ray.ObjectRef[dict[str, Any]]], donor: int, timeout: float) -> int:
+        """Take a donor's inner state; returns its bytes. ReplicaLostError when the donor died, or was silent, before it gave it."""
         from ray_muloco.training.group import num_bytes
 
         begin = time.monotonic()
         try:
-            tensors = ray.get(states[0])
+            tensors = ray.get(states[0], timeout=timeout)
         except RayError as error:
             raise ReplicaLostError(donor, time.monotonic() - begin, str(error).splitlines()[0]) from None
         self.replica.load_state_tensors(tensors)

@@ -33,7 +33,7 @@ KILL, HANG, NODE, COORDINATOR, SLOW = "kill", "hang", "node", "coordinator", "sl
 KINDS = (KILL, HANG, NODE, COORDINATOR, SLOW)
 PHASES = ("inner", "exchange", "publish", "checkpoint")
 RARE = 10
-"""Of so many drawn faults at most one is a hang and at most one the coordinator's death."""
+"""Of so many drawn faults one is a hang and one the coordinator's death."""
 UNKNOWN_PHASE_SECONDS = 0.05
 
 
@@ -67,8 +67,8 @@ class Drill:
 def draw_faults(count: int, seed: int, rounds: int, kinds: tuple[str, ...] = (KILL, HANG, COORDINATOR)) -> tuple[Fault, ...]:
     """`count` faults spread evenly over the rounds, their kinds, phases, moments and victims drawn by the seed.
 
-    At most every tenth is a hang, at most every tenth the coordinator's death, nine in ten are kills; the first and last
-    tenth of a fault's share of rounds stay quiet.
+    One in ten is a hang and one in ten the coordinator's death, at least one each where there are three faults; the rest are
+    kills. A fault comes in the first six tenths of its share of rounds, so that what it set off can end before the next.
     """
     generator = random.Random(seed)
     rare = [kind for kind in kinds if kind != KILL for _ in range(max(1, count // RARE) if count >= len(kinds) else 0)]

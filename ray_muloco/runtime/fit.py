@@ -170,6 +170,7 @@ def _refuse_unplaceable(config: TrainConfig) -> None:
 def _follow(config: TrainConfig, joined: bool, listener: Any, stopping: Callable[[], bool], drill: Any) -> dict[str, Any]:
     """Keep a coordinator running until the run has ended: one that dies is followed by another, from the newest checkpoint."""
     deaths, newest = 0, newest_checkpoint(config)
+    stale = preflight.result_of_run(preflight.run_path_of(config))  # of an earlier session, which this one goes on from
     while True:
         coordinator, attached = _find_or_start(config, joined, drill)
         if attached:
@@ -184,7 +185,7 @@ def _follow(config: TrainConfig, joined: bool, listener: Any, stopping: Callable
             with contextlib.suppress(RayActorError):
                 ray.kill(coordinator)
         result = preflight.result_of_run(preflight.run_path_of(config))
-        if result is not None:  # it had ended, and another driver that followed it took it down
+        if result is not None and result != stale:  # it had ended, and another driver that followed it took it down
             return result
         before, newest = newest, newest_checkpoint(config)
         deaths = 1 if newest != before else deaths + 1
@@ -216,7 +217,13 @@ def _find_or_start(config: TrainConfig, joined: bool, drill: Any) -> tuple[Any, 
     while True:
         with contextlib.suppress(RayActorError):  # it ended while we asked
             coordinator = actor.remote()
-            state = ray.get(coordinator.start.remote(config, tracking_uri_of(config), joined, drill), timeout=config.scaling.placement_timeout_seconds)
+            try:
+                state = ray.get(coordinator.start.remote(config, tracking_uri_of(config), joined, drill), timeout=config.scaling.placement_timeout_seconds)
+            except GetTimeoutError:
+                ray.kill(coordinator)  # detached, it would come up some day and stay
+                raise RunError(
+                    "no coordinator", f"it was not placed within {config.scaling.placement_timeout_seconds:.0f} s (scaling.placement-timeout-seconds)"
+                ) from None
             if state != "ended":
                 return coordinator, state == "running"
             ray.kill(coordinator)

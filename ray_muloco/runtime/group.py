@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from torch import Tensor
 
 from ray_muloco.config import TrainConfig
@@ -23,7 +23,7 @@ from ray_muloco.runtime import exchange, fabric
 from ray_muloco.runtime.answers import collect, first_death
 from ray_muloco.runtime.collectives import Group, join
 from ray_muloco.runtime.links import bucket_elements
-from ray_muloco.runtime.roster import Roster
+from ray_muloco.runtime.roster import HEALING_SECONDS, Roster
 from ray_muloco.runtime.wiring import Wirer
 from ray_muloco.training import storage
 from ray_muloco.training.checkpoint import FileRecord
@@ -44,6 +44,8 @@ from ray_muloco.training.preflight import run_path_of
 
 MAX_EXCHANGE_ATTEMPTS = 3
 RECENT_ROUNDS = 8
+BEGINNERS_FACTOR = 3
+"""How much more time a round has in which someone trains for the first time: nobody knows yet how fast it is."""
 
 
 class RayGroup:
@@ -53,6 +55,7 @@ class RayGroup:
         self.roster, self.fingerprint, self.data_dir = roster, fingerprint, data_dir
         self.generation = 0
         self.traffic = Traffic()
+        self._probe: tuple[str, str] | None = None
         self._link: Group | None = None
         self._wirer: Wirer | None = None
         self._bucket_elements = 0
@@ -64,6 +67,9 @@ class RayGroup:
         """Members that have not finished a round yet."""
         self._unsaid: dict[int, str] = {}
         """Members lost where no outcome could say so; the next boundary does."""
+        self._failed_saves: list[str] = []
+        self._usual: dict[str, deque[float]] = {}
+        """Seconds that recent calls of a kind took, when nobody was lost."""
         self._inner_seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)
         self._exchange_seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)
 
@@ -83,9 +89,9 @@ class RayGroup:
         self._wirer = wirer = Wirer(config, self.roster.hardware())
         self._bucket_elements = bucket_elements(bool(wirer.fabric))
         run_path = run_path_of(config)
-        self._probe = (run_path, storage.write_probe(run_path))  # stays while the run lasts: joiners look for it too
+        self._probe = probe = (run_path, storage.write_probe(run_path))  # stays while the run lasts: joiners look for it too
         self.roster.refuse = lambda facts: facts["unavailable"].get(wirer.fabric, "")
-        self.roster.open(lambda k: (config, self.data_dir, self.fingerprint, self._probe, inner_states.get(k)), list(inner_states))
+        self.roster.open(lambda k: (config, self.data_dir, self.fingerprint, probe, inner_states.get(k)), list(inner_states))
         self.roster.start()
         self._unhealed = set(self.alive)
 
@@ -93,6 +99,7 @@ class RayGroup:
         self._unwire()
         if self._wirer is not None:
             self._wirer.close()
+        if self._probe is not None:
             storage.remove_probe(*self._probe)
         self.roster.close()
 
@@ -108,8 +115,9 @@ class RayGroup:
         self._unhealed.update(changes.joined)
         self._beginners.update(changes.joined)
         self.traffic.heal_bytes += self.roster.take_healed_bytes()
+        failed, self._failed_saves = tuple(self._failed_saves), []
         unsaid, self._unsaid = {k: f"lost: {cause}" for k, cause in self._unsaid.items()}, {}
-        return Changes(changes.joined, {**unsaid, **changes.left}, changes.notes)
+        return Changes(changes.joined, {**unsaid, **changes.left}, (*failed, *changes.notes))
 
     def census(self) -> Census:
         pending = self.roster.pending()
@@ -123,8 +131,10 @@ class RayGroup:
         spoilt = [] if self.config.is_data_parallel else [k for k in replica_ids if k in self.roster.members]
         donors = [k for k in self.alive if k not in self._unhealed and k not in spoilt]
         limit, copied = self.config.scaling.first_round_seconds, {}
-        if donors and copies_inner_state(self.config):
-            copied = self._ask({k: self.roster.copy_state(donors[0], self.actors[k]) for k in spoilt}, limit)
+        if spoilt and donors and copies_inner_state(self.config):
+            state = self.roster.state_of(donors[0])
+            calls = {k: self.actors[k].load_state.remote([state], donors[0], HEALING_SECONDS) for k in spoilt}
+            copied = self._ask(calls, HEALING_SECONDS + self._floor())
             self.traffic.heal_bytes += sum(copied.values())
         # nobody to copy from, or the donor died on the way
         self._ask({k: self.actors[k].reset_inner_state.remote() for k in spoilt if k in self.roster.members and k not in copied}, limit)
@@ -132,20 +142,24 @@ class RayGroup:
     # ---- phases
 
     def run_inner(self, plans: Mapping[int, SegmentPlan]) -> InnerOutcome:
-        begin = time.perf_counter()
         if self.config.is_data_parallel:
+            gone: dict[int, str] = {}
             try:
-                self._wire()
+                self._wire(gone)
             except CollectiveError as error:
-                return InnerOutcome({}, self._survey(str(error)))
+                gone |= self._survey(str(error))
+                return InnerOutcome({}, gone)
+            if gone:  # the others begin the round again without them
+                return InnerOutcome({}, gone)
         actors = self.actors
         limit = self._inner_deadline()
         if self.config.is_data_parallel:  # those whom one silent member keeps waiting must be freed before they are called silent too
             limit += self.config.scaling.collective_timeout_seconds
         reports, lost = self._collect({k: actors[k].run_inner.remote(plan) for k, plan in plans.items()}, limit)
-        self._beginners -= reports.keys()
-        if not lost:  # a round that waited for someone silent is no measure of the next one
-            self._inner_seconds.append(time.perf_counter() - begin)
+        self._beginners = self._beginners & set(self.alive) - reports.keys()
+        self.roster.finished(reports)
+        if reports:  # of those who came: a wait for someone silent is no measure of the next round
+            self._inner_seconds.append(max(report.seconds for report in reports.values()))
         if len(reports) < len(plans):  # a group that failed someone repeats its failure: the next phase forms a new one
             self._unwire()
         first = next(iter(plans.values()))
@@ -168,9 +182,12 @@ class RayGroup:
 
     def publish(self, theta: Tensor) -> PublishOutcome:
         lost: dict[int, str] = {}
-        for _ in range(MAX_EXCHANGE_ATTEMPTS + len(self.alive)):
+        for attempt in range(MAX_EXCHANGE_ATTEMPTS + len(self.alive) + 1):
             if not self.alive:
                 return PublishOutcome({}, lost)
+            if attempt >= MAX_EXCHANGE_ATTEMPTS:  # the members managed before they came
+                lost |= dict.fromkeys(self._unhealed & set(self.alive), "could not be sent the first θ") if len(self._unhealed) < len(self.alive) else {}
+                self.eject([k for k in lost if k in self.roster.members])
             digests = self._attempt(
                 lost,
                 lambda: {k: a.receive.remote(self._exchange_deadline()) for k, a in self.actors.items()},
@@ -189,20 +206,23 @@ class RayGroup:
     def evaluate(self, shares: Mapping[int, Sequence[int]]) -> dict[int, tuple[float, int]]:
         actors = self.actors
         calls = {k: actors[k].evaluate.remote(numbers) for k, numbers in shares.items() if numbers}
-        parts = self._ask(calls, self.config.scaling.first_round_seconds)
+        parts = self._ask(calls, self._deadline("evaluate"), "evaluate")
         return {number: loss for part in parts.values() for number, loss in part.items()}
 
     def save(self, target: CheckpointTarget) -> Callable[[], dict[int, FileRecord]]:
-        self._ask({k: a.save.remote(target) for k, a in self.actors.items()}, self.config.scaling.first_round_seconds)
+        self._ask({k: a.save.remote(target) for k, a in self.actors.items()}, self._deadline("copy"), "copy")
         refs = {k: a.saved.remote(SAVE_DEADLINE_SECONDS) for k, a in self.actors.items()}
+        begin, limit = time.monotonic(), self._deadline("save", SAVE_DEADLINE_SECONDS)
 
         def collect() -> dict[int, FileRecord]:
             records: dict[int, FileRecord] = {}
             for k, ref in refs.items():
                 try:
-                    records[k] = ray.get(ref, timeout=SAVE_DEADLINE_SECONDS)
-                except RayActorError:  # lost after the commit: the checkpoint is complete without its inner state
-                    continue
+                    records[k] = ray.get(ref, timeout=max(1.0, limit - (time.monotonic() - begin)))
+                except (RayActorError, RayTaskError, GetTimeoutError) as error:  # the commit is whole without one inner state
+                    self._failed_saves.append(f"replica {k} did not write its part of a checkpoint: {str(error).splitlines()[-1]}")
+            if len(records) == len(refs):
+                self._took("save", time.monotonic() - begin)
             return records
 
         return collect
@@ -222,10 +242,12 @@ class RayGroup:
 
     def _attempt(self, lost: dict[int, str], dispatch: Callable[[], dict[int, Any]], act: Callable[[Group], object]) -> dict[int, Any] | None:
         """One collective among all members: dispatch, join in, get. None when it failed; who is to blame is dropped."""
-        begin = time.monotonic()
+        begin, known = time.monotonic(), len(lost)
         limit = self._exchange_deadline()
         try:
-            link = self._wire()
+            link = self._wire(lost)
+            if len(lost) > known:  # who died while the group was formed does not count: the caller dispatches anew
+                return None
             refs = dispatch()
         except CollectiveError as error:
             lost.update(self._survey(str(error)))
@@ -243,12 +265,13 @@ class RayGroup:
             self._unwire()
             if not gone and time.monotonic() - begin > limit:
                 lost.update(self._survey("silent in a collective"))
+                self._exchange_seconds.clear()  # if nobody is to blame the deadline was too short: back to the longest
             return None
         self._exchange_seconds.append(time.monotonic() - begin)
         return answers
 
-    def _wire(self) -> Group:
-        """The coordinator's group of the current membership, formed when it is not there yet."""
+    def _wire(self, lost: dict[int, str]) -> Group:
+        """The coordinator's group of the current membership, formed when it is not there yet; `lost` gains who died meanwhile."""
         while self._link is None or self._wired != self.alive:
             self._unwire()
             if not self.alive:
@@ -257,14 +280,15 @@ class RayGroup:
             self.generation += 1
             wired = self.alive
             main, wirings = self._wirer.wire(self.generation, wired, self._exchange_deadline())
-            actors = self.actors
+            actors, deadline = self.actors, time.monotonic() + self._exchange_deadline() + self._floor()
             refs = {k: actors[k].join.remote(wirings[k]) for k in wired}
             try:
                 self._link = join(main, watch=lambda refs=refs: first_death(refs))
             except CollectiveError as error:
                 self._link = None
                 self._wirer.give_up(wirings.values(), str(error))
-            joined, gone = self._collect(refs, self._exchange_deadline() if self._link is not None else self._floor())
+            joined, gone = self._collect(refs, deadline - time.monotonic())  # all began with one timeout, and are free by then
+            lost.update(gone)
             self._wired = wired
             if self._link is None or len(joined) < len(wired):  # without all of its members a group is none
                 self._unwire()
@@ -286,11 +310,24 @@ class RayGroup:
             self.roster.drop(k)
         return answers, lost
 
-    def _ask(self, calls: Mapping[int, Any], limit: float) -> dict[int, Any]:
-        """Answers alone; the next boundary tells who was lost meanwhile."""
+    def _ask(self, calls: Mapping[int, Any], limit: float, kind: str = "") -> dict[int, Any]:
+        """Answers alone; the next boundary tells who was lost meanwhile. kind: what is to be remembered of how long it took."""
+        begin = time.monotonic()
         answers, lost = self._collect(calls, limit)
         self._unsaid.update(lost)
+        if kind and not lost:
+            self._took(kind, time.monotonic() - begin)
         return answers
+
+    def _took(self, kind: str, seconds: float) -> None:
+        self._usual.setdefault(kind, deque(maxlen=RECENT_ROUNDS)).append(seconds)
+
+    def _deadline(self, kind: str, first: float | None = None) -> float:
+        """Deadline of calls of a kind, by what recent ones took; `first` (the first round's) while none has."""
+        scaling = self.config.scaling
+        if kind not in self._usual:
+            return scaling.first_round_seconds if first is None else first
+        return max(scaling.hang_floor_seconds, scaling.hang_factor * statistics.median(self._usual[kind]))
 
     def _survey(self, cause: str) -> dict[int, str]:
         """Ask everyone for a sign of life; who gives none is lost."""
@@ -304,7 +341,8 @@ class RayGroup:
         scaling = self.config.scaling
         if not self._inner_seconds or (self.config.compile and self._beginners):
             return scaling.first_round_seconds  # kernels are still being compiled
-        return max(scaling.hang_floor_seconds, scaling.hang_factor * statistics.median(self._inner_seconds))
+        factor = scaling.hang_factor * (BEGINNERS_FACTOR if self._beginners else 1)
+        return max(scaling.hang_floor_seconds, factor * statistics.median(self._inner_seconds))
 
     def _exchange_deadline(self) -> float:
         """Deadline of one collective: by what recent ones took, at most scaling.collective_timeout_seconds."""

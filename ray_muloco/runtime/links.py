@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ray_muloco.errors import CollectiveError
 from ray_muloco.runtime import exchange, fabric
 from ray_muloco.runtime.collectives import Group, Membership, join
 
@@ -49,7 +50,12 @@ class ReplicaLink:
         self.wiring = wiring
         self.bucket_elements = bucket_elements(wiring.fabric)
         self.main: Group | None = join(wiring.main) if wiring.main else None
-        self.peers: Group | None = join(wiring.peers) if wiring.peers else None
+        try:
+            self.peers: Group | None = join(wiring.peers) if wiring.peers else None
+        except CollectiveError:
+            if self.main is not None:
+                self.main.leave()
+            raise
 
     def set_timeout(self, seconds: float) -> None:
         """Bound the collectives of an exchange: by the coordinator's wires, and by a fabric's."""

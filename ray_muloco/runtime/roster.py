@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,8 @@ from ray_muloco.training.membership import SAY_EVERY_SECONDS, Changes
 
 POLL_SECONDS = 0.2
 DRAIN_MARGIN_SECONDS = 2.0
+HEALING_SECONDS = 300.0
+"""How long an inner state may be on its way from a donor."""
 RETRY_SECONDS = (1.0, 2.0, 5.0, 15.0, 60.0)
 """Pauses before the next replica is asked for, by the number of failures running."""
 
@@ -53,14 +55,16 @@ class Member:
     actor: Any
     facts: dict[str, Any]
     leaving: bool = False
+    has_trained: bool = False
 
 
 class Roster:
     """Replica actors of a run, from the asking to the end."""
 
-    def __init__(self, config: TrainConfig, say: Callable[[str], None]) -> None:
-        """say: told every ten seconds whom the start waits for."""
-        self.config, self._say = config, say
+    def __init__(self, config: TrainConfig, say: Callable[[str], None], should_stop: Callable[[], bool] = lambda: False) -> None:
+        """say: told every ten seconds whom the start waits for; should_stop: asked whether it is to go on waiting."""
+        self.config, self._say, self._should_stop = config, say, should_stop
+        self._waited = False
         self.members: dict[int, Member] = {}
         self.recruits: dict[int, Recruit] = {}
         self.refuse: Callable[[Mapping[str, Any]], str] = lambda facts: ""
@@ -84,6 +88,8 @@ class Roster:
         Waits for min_replicas, and a little longer for the rest of num_replicas. RunError names those that are missing.
         """
         scaling = self.config.scaling
+        if self._placed() >= scaling.fewest_replicas and self._waited:
+            return {k: r.facts for k, r in self.recruits.items() if r.facts}
         begin = said = time.monotonic()
         enough_since = 0.0
         while (placed := self._placed()) < scaling.num_replicas:
@@ -104,8 +110,11 @@ class Roster:
                 self._say(
                     f"waiting for replicas since {now - begin:.0f} s: {placed} of {scaling.num_replicas} are placed, {scaling.fewest_replicas} are needed"
                 )
+            if self._should_stop():
+                raise RunError("stopped before the start", f"{placed} of {scaling.num_replicas} replicas were placed")
             self._backlog += self._poll(POLL_SECONDS)
             self._ask()
+        self._waited = True
         return {k: r.facts for k, r in self.recruits.items() if r.facts}
 
     def native_bf16(self) -> bool:
@@ -118,20 +127,24 @@ class Roster:
         for k, recruit in self.recruits.items():
             recruit.has_state = k in with_state
             if recruit.stage == "building":
-                recruit.call = recruit.actor.build.remote(*build(k))
+                recruit.call, recruit.since = recruit.actor.build.remote(*build(k)), time.monotonic()
 
     def start(self) -> None:
-        """Build those that are placed, and make them members; RunError when too few of them come up, or their own ConfigError."""
+        """Build those that are placed, and make them members; RunError when none of them comes up, or their own ConfigError."""
         placed = set(self.hardware())
         failures: list[str] = []
         while any(k in placed and r.stage == "building" for k, r in self.recruits.items()):
             failures += self._poll(POLL_SECONDS, at_start=True)
+        resumed = any(recruit.has_state for recruit in self.recruits.values())
         for k in sorted(placed & self.recruits.keys()):
-            self._admit(k)
-        if len(self.members) < self.config.scaling.fewest_replicas:
+            if self.recruits[k].stage == "ready" or not resumed:  # one asked for since then has no state of the checkpoint
+                self._admit(k)
+        if not self.members:
             raise RunError("replicas could not start", "; ".join(failures))
         for recruit in self.recruits.values():  # whoever comes later joins a run that is past the checkpoint's state
             recruit.has_state = False
+            if recruit.stage == "ready" and copies_inner_state(self.config):
+                recruit.stage = "built"
         self._backlog += failures
 
     def close(self) -> None:
@@ -147,6 +160,15 @@ class Roster:
         member = self.members.pop(replica_id, None)
         if member is not None:
             ray.kill(member.actor, no_restart=True)
+            if not member.has_trained:
+                self._pause()
+
+    def finished(self, replica_ids: Iterable[int]) -> None:
+        """These members finished an inner phase: what replicas fail of, if they do, is not how they begin."""
+        for k in replica_ids:
+            if k in self.members and not self.members[k].has_trained:
+                self.members[k].has_trained = True
+                self._failures = 0
 
     def pending(self) -> int:
         """Replicas asked for and not placed."""
@@ -209,7 +231,6 @@ class Roster:
     def _admit(self, replica_id: int) -> None:
         recruit = self.recruits.pop(replica_id)
         self.members[replica_id] = Member(recruit.actor, recruit.facts)
-        self._failures = 0
 
     def _ask(self) -> None:
         """Ask Ray for the replicas that are missing, unless the last ones just failed."""
@@ -246,7 +267,7 @@ class Roster:
         except RayTaskError as error:
             cause = raised(error)
             if isinstance(cause, ReplicaLostError):  # its donor, not itself
-                recruit.stage, recruit.call = "built", None
+                recruit.stage, recruit.call, recruit.since = "built", None, time.monotonic()
                 return f"replica {k} takes its inner state from another replica: {cause}"
             if isinstance(cause, ConfigError) and at_start:
                 raise cause from None
@@ -271,6 +292,7 @@ class Roster:
     def _heal(self, donors: Sequence[int]) -> list[str]:
         """Have every built recruit copy a donor's inner state, while the others train on."""
         notes: list[str] = []
+        states: dict[int, Any] = {}
         for k, recruit in sorted(self.recruits.items()):
             if recruit.stage != "built":
                 continue
@@ -281,17 +303,18 @@ class Roster:
                 continue
             donor = donors[recruit.donors_tried % len(donors)]
             recruit.donors_tried += 1
-            recruit.call, recruit.stage = self.copy_state(donor, recruit.actor), "healing"
+            states[donor] = states.get(donor) or self.state_of(donor)
+            # in a list: the receiver fetches it, and knows whose death it was
+            recruit.call, recruit.stage = recruit.actor.load_state.remote([states[donor]], donor, HEALING_SECONDS), "healing"
         return notes
 
-    def copy_state(self, donor: int, receiver: Any) -> Any:
-        """Have a receiver load the inner state that a donor has now; the donor pauses only to copy it."""
+    def state_of(self, donor: int) -> Any:
+        """The inner state that a donor has now, on its way; the donor pauses only to copy it."""
         actor = self.members[donor].actor
-        state = actor.give_state.remote(actor.keep_state.remote())
-        return receiver.load_state.remote([state], donor)  # in a list: the receiver fetches it, and knows whose death it was
+        return actor.give_state.remote(actor.keep_state.remote())
 
     def _await_healing(self) -> list[str]:
-        deadline = time.monotonic() + self.config.scaling.hang_floor_seconds
+        deadline = time.monotonic() + HEALING_SECONDS
         notes: list[str] = []
         while any(r.stage == "healing" for r in self.recruits.values()) and time.monotonic() < deadline:
             notes += self._poll(POLL_SECONDS)
@@ -300,10 +323,14 @@ class Roster:
 
     def _fail(self, replica_id: int, cause: str) -> str:
         self._dismiss(replica_id)
+        return f"replica {replica_id} {cause}; another is asked for at a boundary, {self._pause():.0f} s from now at the earliest"
+
+    def _pause(self) -> float:
+        """Ask for nobody for a while, longer with every failure running."""
         pause = RETRY_SECONDS[min(self._failures, len(RETRY_SECONDS) - 1)]
         self._failures += 1
         self._not_before = time.monotonic() + pause
-        return f"replica {replica_id} {cause}; another is asked for in {pause:.0f} s"
+        return pause
 
     def _dismiss(self, replica_id: int) -> None:
         ray.kill(self.recruits.pop(replica_id).actor, no_restart=True)

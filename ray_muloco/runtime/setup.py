@@ -29,7 +29,7 @@ from ray_muloco.training.session import Seats, run_session
 def run_on_ray(config: TrainConfig, tracking_uri: str, listener: Listener, should_stop: Callable[[], bool], drill: Drill | None = None) -> dict[str, Any]:
     """The session over replica actors; the actors start at once and come up while the session reads its files."""
     torch.set_num_threads(max(1, config.scaling.threads_per_replica))
-    roster = Roster(config, listener.message)
+    roster = Roster(config, listener.message, should_stop)
 
     def group(dataset: Dataset, data_dir: str) -> RayGroup:
         return DrilledGroup(roster, dataset.fingerprint, data_dir, drill) if drill else RayGroup(roster, dataset.fingerprint, data_dir)

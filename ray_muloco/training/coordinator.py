@@ -64,6 +64,8 @@ class Coordinator:
         self.data_fingerprint = ""
         self.speeds: dict[int, float] = {}
         """Inner steps a second of each replica in the last round it reported."""
+        self.fruitless = 0
+        """Attempts running that ended without a commit, whatever for."""
         self.lost_tokens = 0
         """Tokens planned since the last commit and not merged."""
 
@@ -127,6 +129,7 @@ class Coordinator:
             failed_attempts=0,
             skipped_samples=self.progress.skipped_samples + skipped,
         )
+        self.fruitless = 0
         self.speeds = {k: report.num_steps / report.seconds for k, report in reports.items() if report.seconds > 0}
         return committed
 
@@ -141,6 +144,7 @@ class Coordinator:
 
     def retry(self, plans: Mapping[int, SegmentPlan], decision: Decision, lost: Mapping[int, str]) -> None:
         """Give a round up: its ranges return to the pool; θ, u and the round number stay."""
+        self.fruitless += 1
         pool, skipped = self._settle(plans, (), decision)
         self.progress = dataclasses.replace(
             self.progress,

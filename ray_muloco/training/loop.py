@@ -16,6 +16,8 @@ from ray_muloco.training.group import ReplicaGroup
 from ray_muloco.training.ledger import Ledger, RoundClock
 from ray_muloco.training.plan import Decision, SegmentPlan
 
+MAX_FRUITLESS_ATTEMPTS = 20
+
 
 def train(coordinator: Coordinator, group: ReplicaGroup, ledger: Ledger, should_stop: Callable[[], bool]) -> str:
     """Train until the token budget is committed; `finished`, or `stopped` when asked to, at a commit either way.
@@ -40,6 +42,7 @@ def train(coordinator: Coordinator, group: ReplicaGroup, ledger: Ledger, should_
             _try_again(coordinator, group, ledger, plans, decision, lost)
             continue
 
+        assert exchanged.merged == decision.participants, "the sum is of exactly those who count"
         committed = coordinator.commit(plans, reports, decision)
         clock.committed()
         group.heal(decision.sitting_out)  # before anyone joins, who would copy what is spoilt
@@ -75,6 +78,8 @@ def _try_again(
     group.roll_back()
     group.heal(decision.sitting_out)
     coordinator.retry(plans, decision, lost)
+    if coordinator.fruitless >= MAX_FRUITLESS_ATTEMPTS:
+        raise RunError("no round commits", f"{coordinator.fruitless} attempts running ended without a commit; the last one: {'; '.join(decision.reasons)}")
     _take_in(coordinator, group, ledger)
 
 

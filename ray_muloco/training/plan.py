@@ -161,9 +161,9 @@ SAME_SPEED = 0.8
 
 
 def speed_fractions(speeds: Mapping[int, float], replicas: Iterable[int]) -> dict[int, float]:
-    """f_k = v_k / v_max for each replica; 1 while v_k is within 20 % of v_max, or not measured yet. speeds: steps a second."""
-    fastest = max(speeds.values(), default=0.0)
-    fractions = {k: speeds.get(k, fastest) / fastest if fastest else 1.0 for k in replicas}
+    """f_k = v_k / v_max for each replica; 1 while v_k is within 20 % of v_max. Not measured yet counts as the slowest. speeds: steps a second."""
+    fastest, slowest = max(speeds.values(), default=0.0), min(speeds.values(), default=0.0)
+    fractions = {k: speeds.get(k, slowest) / fastest if fastest else 1.0 for k in replicas}
     return {k: 1.0 if f >= SAME_SPEED else f for k, f in fractions.items()}
 
 
