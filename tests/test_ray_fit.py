@@ -221,7 +221,7 @@ def test_two_runs_of_one_name_do_not_write_together(source: Path, tmp_path: Path
 
 
 def test_more_replicas_than_the_cluster_can_hold_are_refused_at_once(source: Path, tmp_path: Path) -> None:  # noqa: F811
-    """E16: refused in seconds, with the reason and the fix, never a hang."""
+    """E16: refused in seconds, with the reason and the fix, never a hang; also once the head's monitor, which every head has, reports."""
     begin = time.monotonic()
     with pytest.raises(ConfigError, match=r"the cluster could hold \d+ replicas"):
         fit(config_for(source, tmp_path, "many", scaling__num_replicas=64, batch_sequences=64))

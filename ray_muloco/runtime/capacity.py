@@ -35,7 +35,10 @@ def autoscaler_maxima(bundle: Mapping[str, float]) -> int | None:
 
 
 def has_autoscaler() -> bool:
-    """Whether an autoscaler reports to this cluster; a head without one reports version 0 and a status without an autoscaler's part."""
+    """Whether an autoscaler reports to this cluster.
+
+    A head without one runs a monitor too, some seconds after its start: it says version 0 and names each node type node_ID.
+    """
     from ray.autoscaler.v2.sdk import get_cluster_status
     from ray.experimental.internal_kv import _internal_kv_get
 
@@ -43,7 +46,8 @@ def has_autoscaler() -> bool:
     if version not in (None, "", "0"):
         return True
     status: Any = json.loads(_internal_kv_get("__autoscaling_status") or b"{}")
-    return "autoscaler_report" in status
+    types = (status.get("autoscaler_report") or {}).get("active_nodes") or {}
+    return any(not name.startswith("node_") for name in types)
 
 
 def fits(resources: Mapping[str, Any], bundle: Mapping[str, float]) -> int:
