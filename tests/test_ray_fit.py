@@ -297,7 +297,7 @@ def test_a_donors_death_is_not_its_receivers(source: Path) -> None:  # noqa: F81
     from ray_muloco.runtime.answers import collect
 
     receiver = replica_actor(1, 0).remote(3)
-    dead = receiver.load_state.remote([Donor.remote().give.remote(None)], 7)
+    dead = receiver.load_state.remote([Donor.remote().give.remote(None)], 7, 60.0)
     answers, lost = collect({3: dead}, 60)
     assert (answers, lost) == ({}, {}), "it lives"
     with pytest.raises(ReplicaLostError, match="replica 7 was lost"):
