@@ -172,6 +172,8 @@ class ScalingConfig:
     """Inner optimizer state of a joiner: a copy of another replica's, or none (data-parallel methods always copy)."""
     equal_time_rounds: bool = False
     """Give slower replicas fewer inner steps, so that all end a round together; merging is weighted by tokens. Not for data-parallel methods."""
+    grace_seconds: float = 0.0
+    """In rounds of equal time: once one replica has done its steps, how long the others may go on before they end at the step they are at; 0 waits for all."""
     threads_per_replica: int = 0
     """CPU threads each replica computes with; 0 shares the machine's cores out, at least one each."""
     gpus_per_replica: float = 0.0
@@ -197,7 +199,7 @@ class ScalingConfig:
         check_types(self, "scaling.")
         check_positive(self, "scaling.", "num_replicas", "placement_timeout_seconds", "hang_floor_seconds", "hang_factor")
         check_positive(self, "scaling.", "first_round_seconds", "collective_timeout_seconds")
-        for name in ("start_grace_seconds", "rejoin_timeout_seconds"):
+        for name in ("start_grace_seconds", "rejoin_timeout_seconds", "grace_seconds"):
             require(getattr(self, name) >= 0, f"scaling.{name.replace('_', '-')}", getattr(self, name), "must be 0 or more")
         require(
             0 <= self.min_replicas <= self.num_replicas,
@@ -210,6 +212,13 @@ class ScalingConfig:
             "scaling.max-replicas",
             self.max_replicas,
             f"must be 0 (no growth) or at least scaling.num-replicas, {self.num_replicas}",
+        )
+        require(
+            not self.grace_seconds or self.equal_time_rounds,
+            "scaling.grace-seconds",
+            self.grace_seconds,
+            "must be 0 unless rounds are of equal time",
+            "set --scaling.equal-time-rounds",
         )
         require(self.threads_per_replica >= 0, "scaling.threads-per-replica", self.threads_per_replica, "must be 0 (automatic) or more")
         require(self.gpus_per_replica >= 0, "scaling.gpus-per-replica", self.gpus_per_replica, "must be 0 or more")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,12 +21,13 @@ from ray_muloco.training.checkpoint import FileRecord
 from ray_muloco.training.group import CheckpointTarget, ExchangeOutcome, InnerOutcome, LocalGroup, PublishOutcome
 from ray_muloco.training.membership import Census, Changes
 from ray_muloco.training.plan import SegmentPlan
+from ray_muloco.training.replica import Replica
 
 if TYPE_CHECKING:
     from laws import Laws
 
 KINDS: dict[str, tuple[str, ...]] = {
-    "inner": ("dead", "silent", "nan"),  # before its report; after its last step; a pseudogradient that is not finite
+    "inner": ("dead", "silent", "nan", "short"),  # before its report; after its last step; a pseudogradient that is not finite; out of grace
     "exchange": ("before", "mid", "all"),  # before the sum; with half of it done; everyone
     "heal": ("donor", "receiver"),  # while the state for a spoilt replica is copied
     "regroup": ("leave", "joiner", "donor"),  # off a drained node; a joiner fails; its donor dies while it copies
@@ -37,7 +38,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 DATA_PARALLEL_KINDS: dict[str, tuple[str, ...]] = {
     **KINDS,
     "wiring": ("dead", "nobody"),  # the group cannot be formed: nobody begins the round
-    "inner": (*KINDS["inner"], "stall", "drift"),  # all interrupted though nobody died; other parameters than the others
+    "inner": ("dead", "silent", "nan", "stall", "drift"),  # all interrupted though nobody died; other parameters than the others
 }
 
 
@@ -116,6 +117,8 @@ class FaultyGroup(LocalGroup):
         for fault in faults:
             if fault.kind == "dead":
                 self._lose(self._victim(fault), lost)
+            if fault.kind == "short" and (victim := self._victim(fault)) is not None:
+                self.replicas[victim].inner_steps = one_step(self.replicas[victim])  # type: ignore[method-assign]
         living = {k: plan for k, plan in plans.items() if k not in lost}
         reports = dict(super().run_inner(living).reports) if living else {}
         for fault in faults:
@@ -266,6 +269,18 @@ class FaultyGroup(LocalGroup):
                 self._lose(self._victim(fault), late)
         self._unsaid |= late
         return lambda: {k: record for k, record in collect().items() if k not in late}
+
+
+def one_step(replica: Replica) -> Callable[[SegmentPlan], Iterator[None]]:
+    """The replica's next inner phase, cut short while it is at its first step."""
+
+    def steps(plan: SegmentPlan) -> Iterator[None]:
+        del replica.inner_steps  # the phases after this one are its own again
+        for _ in replica.inner_steps(plan):
+            replica.cut_short()
+            yield
+
+    return steps
 
 
 def finite(tensors: Mapping[str, Tensor]) -> bool:

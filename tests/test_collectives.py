@@ -228,3 +228,26 @@ def test_a_walk_covers_every_element_once_and_takes_turns(num_elements: int) -> 
     assert all(home != after for home, after in itertools.pairwise(homes))
     for one in offers:
         one.close()
+
+
+def test_a_board_that_cannot_be_made_leaves_no_descriptor() -> None:
+    """A member that died before it offered its segment cost each survivor one pidfd for every member before it."""
+
+    class Store(dict[str, bytes]):
+        def set(self, key: str, value: str) -> None:
+            self[key] = value.encode()
+
+        def get(self, key: str) -> bytes:  # type: ignore[override]
+            if key not in self:
+                raise RuntimeError("wait timeout")
+            return self[key]
+
+    store = Store()
+    offer = Offer(store, 0, 2, through_memory=True)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(RuntimeError, match="timeout"):
+        map_all(store, 0, 2, 1.0)
+    store.set("board/1", "")  # sits on another machine
+    assert map_all(store, 0, 2, 1.0) is None
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    offer.close()

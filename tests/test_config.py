@@ -107,6 +107,7 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("scaling.max_replicas", -1, "scaling.max-replicas"),
     ("scaling.join_inner_state", "coordinator", "scaling.join-inner-state"),
     ("scaling.equal_time_rounds", "yes", "scaling.equal-time-rounds"),
+    ("scaling.grace_seconds", 2.0, "scaling.grace-seconds"),
     ("scaling.start_grace_seconds", -1.0, "scaling.start-grace-seconds"),
     ("scaling.rejoin_timeout_seconds", -1.0, "scaling.rejoin-timeout-seconds"),
     ("run.tracker", "wandb", "run.tracker"),

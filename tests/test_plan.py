@@ -177,11 +177,28 @@ def test_replicas_interrupted_by_a_loss_start_the_round_again() -> None:
 def test_ranges_of_a_lost_replica_return_and_of_a_failing_one_are_skipped_after_two_attempts() -> None:
     """P10, D20: a lost replica's samples are trained on by another; poisonous ones are given up on, and counted."""
     plans = plans_for(0, 1, 2)
-    returned, skipped = unmerged_ranges(plans, merged=(0,), failed=(2,))
+    returned, skipped = unmerged_ranges(plans, merged={0: plans[0].num_steps}, failed=(2,))
     assert sorted(r.start for r in returned) == sorted(r.start for k in (1, 2) for r in plans[k].ranges)
     assert {r.start: r.attempts for r in returned} == {plans[1].ranges[0].start: 0, plans[2].ranges[0].start: 1}
     assert skipped == 0
     again = {2: SegmentPlan(**{f: getattr(plans[2], f) for f in plans[2].__slots__} | {"ranges": tuple(r for r in returned if r.attempts)})}
-    returned, skipped = unmerged_ranges(again, merged=(), failed=(2,))
+    returned, skipped = unmerged_ranges(again, merged={}, failed=(2,))
     assert returned == ()
     assert skipped == len(plans[2].ranges[0])
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 40))
+def test_a_phase_cut_short_gives_back_exactly_what_it_did_not_read(num_steps: int, batch: int, done: int) -> None:
+    """Out of grace after some of its steps: those samples are trained on, the others return, untried, and nothing is both."""
+    done = min(done, num_steps)
+    half = num_steps * batch // 2
+    ranges = tuple(r for r in (SampleRange(50, 50 + half), SampleRange(500, 500 + num_steps * batch - half)) if len(r))
+    plan = SegmentPlan(
+        round_number=1, generation=1, replica_id=0, ranges=ranges, num_steps=num_steps, batch_sequences=batch, progress_start=0.0, progress_per_step=0.1
+    )  # fmt: skip
+    returned, skipped = unmerged_ranges({0: plan}, {0: done}, ())
+    read = [i for r in plan.trained(done) for i in range(r.start, r.stop)]
+    left = [i for r in returned for i in range(r.start, r.stop)]
+    assert len(read) == done * batch
+    assert read + left == [i for r in ranges for i in range(r.start, r.stop)]
+    assert skipped == 0

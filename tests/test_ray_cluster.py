@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from test_resume import config_for, source, train  # noqa: F401 - `source` is a fixture
 
@@ -119,3 +120,23 @@ def test_a_run_that_is_going_on_is_not_followed_under_other_settings(source: Pat
     first.terminate()
     output, _ = first.communicate(timeout=60)
     assert first.returncode == 3, output[-2000:]
+
+
+def test_every_driver_is_told_that_a_run_gave_up(source: Path, tmp_path: Path, address: str) -> None:  # noqa: F811
+    """The first driver to fetch the end took the coordinator down; the other saw a death, and began the run again that had given up."""
+    flags = ("--budget-tokens", "40000000", "--checkpoint.every-rounds", "100000", "--scaling.rejoin-timeout-seconds", "0")
+    first = job(source, tmp_path, "given-up", address, *flags)
+    deadline = time.monotonic() + 90
+    while len(rounds(tmp_path, "given-up")) < 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    second = job(source, tmp_path, "given-up", address, *flags)
+    said = ""
+    while "following it" not in said and time.monotonic() < deadline:
+        said += second.stdout.readline() if second.stdout else ""
+    time.sleep(1.0)
+    os.kill(next(p.pid for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [""])[0].startswith("ray::ReplicaActor")), signal.SIGKILL)
+    for driver in (first, second):
+        output, _ = driver.communicate(timeout=60)
+        assert driver.returncode == 4, output[-2000:]
+        assert "too few replicas" in output
+        assert "another takes its place" not in output

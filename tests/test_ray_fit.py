@@ -22,6 +22,7 @@ from test_resume import Notes, config_for, records, source, state, train  # noqa
 
 from ray_muloco import fit
 from ray_muloco.errors import ConfigError, RunError
+from ray_muloco.runtime import roster
 from ray_muloco.training import preflight
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -303,3 +304,30 @@ def test_a_donors_death_is_not_its_receivers(source: Path) -> None:  # noqa: F81
     with pytest.raises(ReplicaLostError, match="replica 7 was lost"):
         ray.get(dead)
     ray.kill(receiver)
+
+
+def test_a_placed_replica_that_never_answers_is_let_go(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """One stopped while it said what it computes with looked like one without a place: it kept its seat for ever, and was reported as demand."""
+
+    @ray.remote(num_cpus=1)
+    class Mute:
+        def __init__(self, replica_id: int) -> None:
+            pass
+
+        def hardware(self) -> None:
+            time.sleep(600)
+
+    monkeypatch.setattr(roster, "replica_actor", lambda *_: Mute)
+    monkeypatch.setattr(roster, "SAY_EVERY_SECONDS", 0.5)
+    asked = roster.Roster(config_for(source, tmp_path, "mute", scaling__first_round_seconds=1.0), print)
+    try:
+        assert asked.pending() == 2
+        failures: list[str] = []
+        deadline = time.monotonic() + 60
+        while len(failures) < 2 and time.monotonic() < deadline:
+            failures += asked._poll(0.2)
+        assert len(failures) == 2
+        assert all("was silent while it got ready" in failure for failure in failures)
+        assert not asked.recruits
+    finally:
+        asked.close()

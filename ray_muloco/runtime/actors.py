@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 NAMESPACE = "ray_muloco"
 FETCH_SECONDS = 60.0
+SILENT_FOLLOWER_SECONDS = 10.0
 FILES, HEALING, CONTROL = "files", "healing", "control"
 COORDINATOR = "coordinator"  # the resource of nodes that are kept for coordinators (cluster.yaml)
 
@@ -84,6 +85,11 @@ class ReplicaActor:
             return self.replica.run_inner(plan)
         assert self.link is not None, "data-parallel replicas train in a group"
         return self.replica.run_inner(plan, self.link.average_)
+
+    @ray.method(concurrency_group=CONTROL)
+    def cut_short(self) -> None:
+        """End the inner phase after the step it is at: the others are done, and the round's grace is over."""
+        self.replica.cut_short()
 
     def contribute(self, scale: float, timeout: float) -> None:
         """Join the exchange with scale · Δ; a scale of 0 takes part and adds nothing, whatever Δ is. timeout: seconds a collective may take."""
@@ -172,8 +178,8 @@ class ReplicaActor:
 class CoordinatorActor:
     """The run, off the driver: a lost driver connection is not a lost run.
 
-    `start` begins the session on a thread of its own; the driver polls `events` and asks it to stop. When the session has
-    ended and nobody fetched its outcome for a minute, the process ends by itself.
+    `start` begins the session on a thread of its own; drivers poll `events` and ask it to stop. The last one that follows it
+    takes the process down; when nobody does within a minute of its end, it ends by itself.
     """
 
     def __init__(self) -> None:
@@ -181,7 +187,7 @@ class CoordinatorActor:
         self._outcome: tuple[str, Any] | None = None
         self._news = threading.Condition()
         self._stop = threading.Event()
-        self._fetched = threading.Event()
+        self._followers: dict[str, float] = {}  # when each driver asked last, until it has the outcome
         self._config: TrainConfig | None = None
 
     def start(self, config: TrainConfig, tracking_uri: str, exit_unfetched: bool, drill: Drill | None = None) -> str:
@@ -211,7 +217,8 @@ class CoordinatorActor:
         with self._news:
             self._outcome = outcome
             self._news.notify_all()
-        if exit_unfetched and not self._fetched.wait(FETCH_SECONDS):
+        if exit_unfetched:
+            time.sleep(FETCH_SECONDS)
             os._exit(0)
 
     # Listener: called by the session, on its thread
@@ -236,14 +243,19 @@ class CoordinatorActor:
     # Control: called by the driver, while the session runs
 
     @ray.method(concurrency_group=CONTROL)
-    def events(self, begin: int, wait_seconds: float) -> tuple[list[tuple[str, Any]], tuple[str, Any] | None]:
-        """Events from number `begin` on and the outcome, if there is one; waits a little for news."""
+    def events(self, follower: str, begin: int, wait_seconds: float) -> tuple[list[tuple[str, Any]], tuple[str, Any] | None]:
+        """Events from number `begin` on and the outcome, if there is one; waits a little for news. follower: who asks."""
         with self._news:
+            self._followers[follower] = time.monotonic()
             self._news.wait_for(lambda: len(self._events) > begin or self._outcome is not None, timeout=wait_seconds)
-            events, outcome = self._events[begin:], self._outcome
-        if outcome is not None:
-            self._fetched.set()
-        return events, outcome
+            return self._events[begin:], self._outcome
+
+    @ray.method(concurrency_group=CONTROL)
+    def part(self, follower: str) -> int:
+        """This driver has the outcome; returns how many others are still to fetch it. One that has not asked lately is gone."""
+        with self._news:
+            self._followers.pop(follower, None)
+            return sum(time.monotonic() - asked < SILENT_FOLLOWER_SECONDS for asked in self._followers.values())
 
     @ray.method(concurrency_group=CONTROL)
     def request_stop(self) -> None:
@@ -252,8 +264,8 @@ class CoordinatorActor:
 
 
 def replica_actor(num_cpus: float, num_gpus: float) -> Any:
-    """The remote class of replicas, with threads for files and joiners beside the one for phases; a dead one is not restarted empty."""
-    decorate: Any = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0, concurrency_groups={FILES: 1, HEALING: 1})  # type: ignore[call-overload]
+    """The remote class of replicas, with threads for files, joiners and the coordinator's word beside the one for phases; a dead one is not restarted empty."""
+    decorate: Any = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0, concurrency_groups={FILES: 1, HEALING: 1, CONTROL: 1})  # type: ignore[call-overload]
     return decorate(ReplicaActor)
 
 

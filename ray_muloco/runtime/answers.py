@@ -64,3 +64,20 @@ def first_death(calls: Mapping[int, Any]) -> str:
             except (RayTaskError, GetTimeoutError):  # whoever collects the answers deals with these
                 continue
     return ""
+
+
+def late(calls: Mapping[int, Any], limit: float, grace: float) -> list[int]:
+    """Whose calls are still going on `grace` seconds after the first one was answered; nobody's when none is within `limit` seconds."""
+    deadline = time.monotonic() + limit
+    waiting = list(calls.values())
+    while waiting:
+        ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return []
+        try:
+            ray.get(ready[0], timeout=1.0)
+        except (RayActorError, RayTaskError, GetTimeoutError):  # a death is no answer
+            continue
+        _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(grace, max(0.0, deadline - time.monotonic()))) if waiting else ([], [])
+        return [k for k, call in calls.items() if call in waiting]
+    return []

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -176,14 +177,12 @@ def _follow(config: TrainConfig, joined: bool, listener: Any, stopping: Callable
         if attached:
             listener.message(f"run {config.run_name} is already going on; following it")
         try:
-            return _relay(coordinator, listener, stopping)
+            return _unwrap(_relay(coordinator, listener, stopping))
         except RayActorError as error:
             cause = str(error).splitlines()[0]
         except GetTimeoutError:
             cause = f"it did not answer for {ANSWER_SECONDS:.0f} s"
-        finally:
-            with contextlib.suppress(RayActorError):
-                ray.kill(coordinator)
+        _end(coordinator)
         result = preflight.result_of_run(preflight.run_path_of(config))
         if result is not None and result != stale:  # it had ended, and another driver that followed it took it down
             return result
@@ -194,20 +193,31 @@ def _follow(config: TrainConfig, joined: bool, listener: Any, stopping: Callable
         listener.message(f"the coordinator died ({cause}); another takes its place and goes on from {newest or 'the beginning'}")
 
 
-def _relay(coordinator: Any, listener: Any, stopping: Callable[[], bool]) -> dict[str, Any]:
-    """Pass on what the coordinator says until it ends, and ask it to stop when this process is asked to."""
-    seen, asked = 0, False
+def _relay(coordinator: Any, listener: Any, stopping: Callable[[], bool]) -> tuple[str, Any]:
+    """Pass on what the coordinator says until it ends, and ask it to stop when this process is asked to; its outcome.
+
+    The last driver to know how it ended takes it down: another would begin a run again that gave up.
+    """
+    seen, asked, follower = 0, False, secrets.token_hex(8)
     while True:
         if stopping() and not asked:
             listener.message("stopping at the next commit, with a checkpoint")
             coordinator.request_stop.remote()
             asked = True
-        events, outcome = ray.get(coordinator.events.remote(seen, POLL_SECONDS), timeout=ANSWER_SECONDS)
+        events, outcome = ray.get(coordinator.events.remote(follower, seen, POLL_SECONDS), timeout=ANSWER_SECONDS)
         for kind, value in events:
             getattr(listener, kind)(value)
         seen += len(events)
         if outcome is not None and not events:
-            return _unwrap(outcome)
+            with contextlib.suppress(RayActorError, GetTimeoutError):
+                if ray.get(coordinator.part.remote(follower), timeout=ANSWER_SECONDS) == 0:
+                    _end(coordinator)
+            return outcome
+
+
+def _end(coordinator: Any) -> None:
+    with contextlib.suppress(RayActorError):
+        ray.kill(coordinator)
 
 
 def _find_or_start(config: TrainConfig, joined: bool, drill: Any) -> tuple[Any, bool]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ray_muloco.config import TrainConfig
 from ray_muloco.errors import CollectiveError, RunError
 from ray_muloco.runtime import exchange, fabric
-from ray_muloco.runtime.answers import collect, first_death
+from ray_muloco.runtime.answers import collect, first_death, late
 from ray_muloco.runtime.collectives import Group, join
 from ray_muloco.runtime.links import bucket_elements
 from ray_muloco.runtime.roster import HEALING_SECONDS, Roster
@@ -155,7 +155,12 @@ class RayGroup:
         limit = self._inner_deadline()
         if self.config.is_data_parallel:  # those whom one silent member keeps waiting must be freed before they are called silent too
             limit += self.config.scaling.collective_timeout_seconds
-        reports, lost = self._collect({k: actors[k].run_inner.remote(plan) for k, plan in plans.items()}, limit)
+        calls = {k: actors[k].run_inner.remote(plan) for k, plan in plans.items()}
+        begin = time.monotonic()
+        if self.config.scaling.grace_seconds:
+            for k in late(calls, limit, self.config.scaling.grace_seconds):
+                actors[k].cut_short.remote()
+        reports, lost = self._collect(calls, limit - (time.monotonic() - begin))
         self._beginners = self._beginners & set(self.alive) - reports.keys()
         self.roster.finished(reports)
         if reports:  # of those who came: a wait for someone silent is no measure of the next round

@@ -1,9 +1,10 @@
-"""Nodes that are about to end. Ray shows drains nowhere in its public interface; this is the one place that looks."""
+"""What Ray shows nowhere in its public interface: nodes that are about to end, and whether an actor waits for a place."""
 
 from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 POLL_SECONDS = 1.0
 
@@ -28,3 +29,10 @@ def draining_nodes() -> dict[str, float]:
     from ray._private.state import state
 
     return {node_id: deadline_ms / 1000 if deadline_ms else math.inf for node_id, deadline_ms in state.get_draining_nodes().items()}
+
+
+def is_placed(actor: Any) -> bool:
+    """Whether an actor's process runs: one that does not answer then is not waiting for a place."""
+    from ray._private.state import state
+
+    return state.actor_table(actor._actor_id.hex()).get("State") == "ALIVE"

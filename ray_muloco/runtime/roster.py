@@ -21,7 +21,7 @@ from ray_muloco.config import TrainConfig
 from ray_muloco.errors import ConfigError, ReplicaLostError, RunError
 from ray_muloco.runtime.actors import replica_actor
 from ray_muloco.runtime.answers import died, raised
-from ray_muloco.runtime.nodes import DrainWatch
+from ray_muloco.runtime.nodes import DrainWatch, is_placed
 from ray_muloco.training.group import copies_inner_state
 from ray_muloco.training.membership import SAY_EVERY_SECONDS, Changes
 
@@ -40,7 +40,7 @@ class Recruit:
     actor: Any
     call: Any
     stage: str = "asked"
-    """`asked`, `building`, `built`, `healing` or `ready`."""
+    """`asked`, `placed` (and silent so far), `building`, `built`, `healing` or `ready`."""
     since: float = field(default_factory=time.monotonic)
     facts: dict[str, Any] = field(default_factory=dict)
     has_state: bool = False
@@ -76,6 +76,7 @@ class Roster:
         self._next_id = 0
         self._failures = 0
         self._not_before = 0.0
+        self._looked = time.monotonic()
         self._backlog: list[str] = []
         """Sentences that the next boundary is to report."""
         self._ask()
@@ -99,7 +100,7 @@ class Roster:
                 if now - enough_since >= scaling.start_grace_seconds:
                     break
             elif now - begin >= scaling.placement_timeout_seconds:
-                missing = sorted(k for k, r in self.recruits.items() if r.stage == "asked")
+                missing = sorted(k for k, r in self.recruits.items() if not r.facts)
                 raise RunError(
                     "replicas not placed",
                     f"replicas {missing} of {scaling.num_replicas} were not placed within {scaling.placement_timeout_seconds:.0f} s; "
@@ -254,6 +255,7 @@ class Roster:
         elif wait_seconds:
             time.sleep(wait_seconds)
         failures = [cause for call in ready if (cause := self._answered(calls[call], at_start))]
+        self._notice_placed()
         failures += [self._fail(k, "was silent while it got ready") for k, r in list(self.recruits.items()) if self._is_late(r)]
         return failures
 
@@ -273,7 +275,7 @@ class Roster:
                 raise cause from None
             return self._fail(k, f"could not start: {type(cause).__name__}: {cause}")
         recruit.call, recruit.since = None, time.monotonic()
-        if recruit.stage == "asked":
+        if recruit.stage in ("asked", "placed"):
             recruit.facts, recruit.stage = value, "building"
             if why := self.refuse(value):
                 return self._fail(k, f"cannot take part: {why}")
@@ -285,6 +287,15 @@ class Roster:
             self._healed_bytes += value
             recruit.stage = "ready"
         return ""
+
+    def _notice_placed(self) -> None:
+        """Whoever has a process and has not answered yet has begun its time to answer; Ray is asked every ten seconds."""
+        if time.monotonic() - self._looked < SAY_EVERY_SECONDS:
+            return
+        self._looked = time.monotonic()
+        for recruit in self.recruits.values():
+            if recruit.stage == "asked" and is_placed(recruit.actor):
+                recruit.stage, recruit.since = "placed", time.monotonic()
 
     def _is_late(self, recruit: Recruit) -> bool:
         return recruit.call is not None and recruit.stage != "asked" and time.monotonic() - recruit.since > self.config.scaling.first_round_seconds

@@ -9,6 +9,7 @@ A meeting ends early when a member's process dies (the kernel tells through its 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
@@ -136,13 +137,20 @@ class Offer:
 
 def map_all(store: Any, rank: int, world_size: int, timeout_seconds: float) -> Board | None:
     """The board of all members' offers, or nothing when one of them is on another machine or out of sight."""
-    seen = [_map(store.get(f"board/{member}").decode(), segment_bytes(world_size)) for member in range(world_size)]
-    present = [one for one in seen if one is not None]
-    if len(present) < world_size:
-        for _, process in present:
-            os.close(process)
-        return None
-    return Board([segment for segment, _ in present], [process for _, process in present], rank, timeout_seconds)
+    segments: list[mmap.mmap] = []
+    with contextlib.ExitStack() as unless_all:
+        processes: list[int] = []
+        for member in range(world_size):
+            seen = _map(store.get(f"board/{member}").decode(), segment_bytes(world_size))  # raises when a member did not offer in time
+            if seen is not None:
+                segments.append(seen[0])
+                processes.append(seen[1])
+                unless_all.callback(os.close, seen[1])
+        if len(segments) < world_size:
+            return None
+        board = Board(segments, processes, rank, timeout_seconds)
+        unless_all.pop_all()  # the board closes them
+    return board
 
 
 def _map(offer: str, num_bytes: int) -> tuple[mmap.mmap, int] | None:

@@ -120,7 +120,7 @@ class Coordinator:
         """
         weights = self.weights(decision.participants, reports)
         committed = self._take_over() if self.momentum is None else self._outer_step(self.momentum, weights, reports)
-        pool, skipped = self._settle(plans, weights, decision)
+        pool, skipped = self._settle(plans, {k: reports[k].num_steps for k in weights}, decision)
         self.progress = dataclasses.replace(
             self.progress,
             round_number=self.progress.round_number + 1,
@@ -133,9 +133,8 @@ class Coordinator:
         self.speeds = {k: report.num_steps / report.seconds for k, report in reports.items() if report.seconds > 0}
         return committed
 
-    def _settle(self, plans: Mapping[int, SegmentPlan], merged: Iterable[int], decision: Decision) -> tuple[SamplePool, int]:
-        """The pool after a round, and the samples given up on; what was not merged returns and counts as lost work."""
-        merged = set(merged)
+    def _settle(self, plans: Mapping[int, SegmentPlan], merged: Mapping[int, int], decision: Decision) -> tuple[SamplePool, int]:
+        """The pool after a round, and the samples given up on; a plan not merged returns and counts as lost work. merged: steps by replica."""
         returned, skipped = unmerged_ranges(plans, merged, decision.sitting_out)
         unmerged = sum(len(r) for k, plan in plans.items() if k not in merged for r in plan.ranges)
         self.lost_tokens += unmerged * self.config.model.sequence_length
@@ -145,7 +144,7 @@ class Coordinator:
     def retry(self, plans: Mapping[int, SegmentPlan], decision: Decision, lost: Mapping[int, str]) -> None:
         """Give a round up: its ranges return to the pool; θ, u and the round number stay."""
         self.fruitless += 1
-        pool, skipped = self._settle(plans, (), decision)
+        pool, skipped = self._settle(plans, {}, decision)
         self.progress = dataclasses.replace(
             self.progress,
             pool=pool,
@@ -259,7 +258,7 @@ def record_of(
         "pseudogradient_norm": committed.pseudogradient_norm,
         "outer_update_norm": committed.outer_update_norm,
         "replica_cosine": committed.replica_cosine,
-        "samples": joined_ranges(r for k in merged for r in plans[k].ranges),
+        "samples": joined_ranges(r for k in merged for r in plans[k].trained(reports[k].num_steps)),
         "first_step_time": min(reports[k].first_step_time for k in merged),
         "skipped_samples": coordinator.progress.skipped_samples,
     }

@@ -28,6 +28,20 @@ class SampleRange:
         return self.stop - self.start
 
 
+def split_ranges(ranges: Iterable[SampleRange], count: int) -> tuple[tuple[SampleRange, ...], tuple[SampleRange, ...]]:
+    """The first `count` indices of these ranges, in their order, and the rest."""
+    first: list[SampleRange] = []
+    rest: list[SampleRange] = []
+    for r in ranges:
+        size = min(count, len(r))
+        count -= size
+        if size:
+            first.append(replace(r, stop=r.start + size))
+        if size < len(r):
+            rest.append(replace(r, start=r.start + size))
+    return tuple(first), tuple(rest)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplePool:
     """What has not been trained on: ranges given back by replicas that failed, then everything from `cursor` on."""
@@ -37,19 +51,12 @@ class SamplePool:
 
     def take(self, count: int, avoid: int | None = None) -> tuple[tuple[SampleRange, ...], SamplePool]:
         """The next `count` indices, returned ones first, and the pool without them; not those that failed on `avoid`."""
-        taken: list[SampleRange] = []
-        left: list[SampleRange] = []
-        for head in self.returned:
-            size = 0 if head.failed_on == avoid else min(count, len(head))
-            if size:
-                taken.append(replace(head, stop=head.start + size))
-            if size < len(head):
-                left.append(replace(head, start=head.start + size))
-            count -= size
-        cursor = self.cursor + count
-        if count:
-            taken.append(SampleRange(self.cursor, cursor))
-        return tuple(taken), SamplePool(cursor, tuple(left))
+        avoided = [r for r in self.returned if r.failed_on == avoid]
+        taken, left = split_ranges([r for r in self.returned if r.failed_on != avoid], count)
+        new = count - sum(map(len, taken))
+        if new:
+            taken = (*taken, SampleRange(self.cursor, self.cursor + new))
+        return taken, SamplePool(self.cursor + new).give_back((*left, *avoided))
 
     def without(self, ranges: Iterable[SampleRange]) -> SamplePool:
         """The pool once these ranges, which `take` gave out, are trained on or given back apart."""
@@ -87,6 +94,10 @@ class SegmentPlan:
     def progress(self, step: int) -> float:
         """Share of the budget spent once step number `step` (from 0) is done: the schedule's argument for that step."""
         return self.progress_start + (step + 1) * self.progress_per_step
+
+    def trained(self, num_steps: int) -> tuple[SampleRange, ...]:
+        """What the first `num_steps` steps read: all of it, unless the phase was cut short."""
+        return split_ranges(self.ranges, num_steps * self.batch_sequences)[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,17 +244,17 @@ def decide(plans: Mapping[int, SegmentPlan], reports: Mapping[int, ReplicaReport
     return decision("retry")
 
 
-def unmerged_ranges(plans: Mapping[int, SegmentPlan], merged: Iterable[int], failed: Iterable[int]) -> tuple[tuple[SampleRange, ...], int]:
+def unmerged_ranges(plans: Mapping[int, SegmentPlan], merged: Mapping[int, int], failed: Iterable[int]) -> tuple[tuple[SampleRange, ...], int]:
     """Ranges to give back after a round, and how many samples are given up on.
 
-    Ranges of replicas that were not merged return to the pool; those of `failed` (not finite) replicas with one more
-    attempt against them, and after MAX_RANGE_ATTEMPTS they are skipped.
+    merged: steps of each replica that was. What else was planned returns to the pool; that of `failed` (not finite) replicas
+    with one more attempt against it, and after MAX_RANGE_ATTEMPTS it is skipped.
     """
     failed = set(failed)
     returned: list[SampleRange] = []
     skipped = 0
-    for replica_id in sorted(set(plans) - set(merged)):
-        for sample_range in plans[replica_id].ranges:
+    for replica_id, plan in sorted(plans.items()):
+        for sample_range in split_ranges(plan.ranges, merged.get(replica_id, 0) * plan.batch_sequences)[1]:
             tried = sample_range
             if replica_id in failed:
                 tried = replace(tried, attempts=tried.attempts + 1, failed_on=replica_id)

@@ -9,6 +9,7 @@ Legend: B sequences a step, T tokens a sequence, P parameters (flat, fp32).
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -74,6 +75,7 @@ class Replica:
             self._share_gradients()
         self._report: ReplicaReport | None = None
         self._first_step_time = 0.0
+        self._cut_short = threading.Event()
 
     # ---- inner phase
 
@@ -91,6 +93,7 @@ class Replica:
         Whoever drives it may change the gradients in place: that is all the data-parallel methods need.
         """
         begin = time.perf_counter()
+        self._cut_short.clear()
         if self.config.is_data_parallel:
             self._rollback = {name: tensor.clone() for name, tensor in self.optimizer.state_tensors().items()}
         sequences = self.order.sequence_indices(sample_indices(plan.ranges))
@@ -107,12 +110,14 @@ class Replica:
             self._zero_gradients()
             if not self._first_step_time:
                 self._first_step_time = time.time()
+            if self._cut_short.is_set():
+                break
         self._report = ReplicaReport(
             replica_id=self.replica_id,
             round_number=plan.round_number,
             generation=plan.generation,
-            num_steps=plan.num_steps,
-            tokens=plan.num_steps * plan.batch_sequences * self.config.model.sequence_length,
+            num_steps=len(norms),
+            tokens=len(norms) * plan.batch_sequences * self.config.model.sequence_length,
             train_loss=float(torch.stack(losses).double().mean()),
             squared_norm=squared_distance(self.theta, self.flat),
             grad_norm=float(torch.stack(norms).double().mean()),
@@ -121,6 +126,10 @@ class Replica:
             first_step_time=self._first_step_time,
             digest=digest(self.flat) if self.config.is_data_parallel else None,
         )
+
+    def cut_short(self) -> None:
+        """End the inner phase that is going on after the step it is at; called from another thread."""
+        self._cut_short.set()
 
     def report(self) -> ReplicaReport:
         """What the last inner phase came to."""
