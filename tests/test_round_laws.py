@@ -277,3 +277,16 @@ def test_data_parallel_replicas_that_drifted_do_not_commit(dataset: Dataset) -> 
         assert decision.action == "retry"
         harness.coordinator.retry(plans, decision, {})
     assert harness.coordinator.decide(plans, reports, {}).abort_reason == "replicas drifted"
+
+
+def test_a_state_on_its_way_to_a_file_or_a_joiner_is_of_its_own_moment(dataset: Dataset) -> None:
+    """C, E10: training goes on while a state is written or sent; one that shared memory with the optimizer would be of several rounds at once."""
+    harness = Harness(toy_config(), dataset)
+    harness.round()
+    replica = harness.group.replicas[0]
+    taken, files = replica.state_tensors(), harness.coordinator.snapshot()
+    then = {name: tensor.clone() for name, tensor in (*taken.items(), *((f"{f}/{n}", t) for f, part in files.items() for n, t in part.items()))}
+    harness.round()
+    now = {**taken, **{f"{f}/{n}": t for f, part in files.items() for n, t in part.items()}}
+    assert all(torch.equal(now[name], then[name]) for name in then)
+    assert any(not torch.equal(tensor, then[name]) for name, tensor in replica.state_tensors().items()), "the round changed nothing: the test shows nothing"

@@ -117,13 +117,13 @@ def last_loss(records: Sequence[Record]) -> float | None:
 
 
 def growth(usage: Sequence[Record]) -> dict[str, float]:
-    """What a process held in the last fifth of its rounds over what it held in the second fifth, as medians; of the process that lived longest."""
+    """What was held in the last fifth of the rounds over what was held in the second fifth, as medians; while the coordinator that lived longest did."""
     longest = Counter(entry["pid"] for entry in usage).most_common(1)
     own = [entry for entry in usage if longest and entry["pid"] == longest[0][0]]
     fifth = len(own) // 5
     if fifth < 2:
         return {}
     early, late = own[fifth : 2 * fifth], own[-fifth:]
-    names = [name for name in own[0] if name not in ("round", "pid")]
-    middle = {name: (statistics.median(e[name] for e in late), statistics.median(e[name] for e in early)) for name in names}
+    names = [name for name in own[-1] if name not in ("round", "pid")]
+    middle = {name: tuple(statistics.median(e.get(name, 0) for e in part) for part in (late, early)) for name in names}
     return {name: after / before if before else 1.0 + after for name, (after, before) in middle.items()}

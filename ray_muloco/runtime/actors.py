@@ -54,6 +54,7 @@ class ReplicaActor:
         return {
             "node_id": ray.get_runtime_context().get_node_id(),
             "host": ray.util.get_node_ip_address(),
+            "pid": os.getpid(),
             "native_bf16": native_bf16(self._device()),
             "unavailable": {backend: why_unavailable(backend) for backend in (NCCL, RAY_NCCL)},
         }

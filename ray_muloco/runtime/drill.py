@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
+import ray
+from ray.experimental.internal_kv import _internal_kv_list
 from torch import Tensor
 
 from ray_muloco.runtime.group import RayGroup
@@ -158,12 +160,21 @@ class DrilledGroup(RayGroup):
         return outcome
 
     def _note_usage(self) -> None:
-        """What this process holds after a round, for the question whether it grows: a line in a file beside the log."""
-        me = psutil.Process()
+        """What this process, Ray and the longest-lived replica hold after a round, for the question whether it grows: a line in a file beside the log."""
+        me, oldest = psutil.Process(), self.roster.members[self.alive[0]].facts if self.alive else {}
         usage = {
-            "round": self._round, "resident_bytes": me.memory_info().rss, "descriptors": me.num_fds(), "threads": me.num_threads(),
-            "rendezvous_keys": self.num_rendezvous_keys(), "shared_memory_files": len(shared_files()), "pid": os.getpid(),
+            "round": self._round, "pid": os.getpid(), "resident_bytes": me.memory_info().rss, "descriptors": me.num_fds(), "threads": me.num_threads(),
+            "rendezvous_keys": self.num_rendezvous_keys(), "shared_memory_files": len(shared_files()),
+            "named_actors": len(ray.util.list_named_actors(all_namespaces=True)), "ray_keys": len(_internal_kv_list("")),
         }  # fmt: skip
+        if oldest.get("host") == ray.util.get_node_ip_address():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                replica = psutil.Process(oldest["pid"])
+                usage |= {
+                    "replica_resident_bytes": replica.memory_info().rss,
+                    "replica_descriptors": replica.num_fds(),
+                    "replica_threads": replica.num_threads(),
+                }
         with open(usage_path(self._log), "a", encoding="utf-8") as file:
             file.write(json.dumps(usage) + "\n")
 
