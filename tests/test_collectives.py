@@ -19,10 +19,11 @@ import torch.distributed as dist
 from ray_muloco.errors import CollectiveError
 from ray_muloco.runtime import nccl_backend
 from ray_muloco.runtime.agreement import disagreement, pack, unpack
-from ray_muloco.runtime.collectives import Membership
+from ray_muloco.runtime.collectives import NCCL, Membership
 from ray_muloco.runtime.gloo_backend import Transport
 from ray_muloco.runtime.rendezvous import sentence
 from ray_muloco.runtime.shared_board import BOARD_BYTES, LARGEST_SLOT_BYTES, NUM_TURNS, Board, Offer, map_all, slot_bytes
+from ray_muloco.runtime.wiring import refusal
 
 
 def test_a_driver_does_not_pay_for_torch() -> None:
@@ -251,3 +252,13 @@ def test_a_board_that_cannot_be_made_leaves_no_descriptor() -> None:
     assert map_all(store, 0, 2, 1.0) is None
     assert len(os.listdir("/proc/self/fd")) == len(before)
     offer.close()
+
+
+def test_a_joiner_beyond_the_fabric_is_refused_by_name() -> None:
+    """`auto` chose NCCL because all replicas sat in one host; a replacement on another would have hung in the first collective, or crossed a slow link."""
+    near, far = ({"host": host, "unavailable": {}} for host in ("10.0.0.1", "10.0.0.2"))
+    assert refusal(NCCL, "auto", {"10.0.0.1"}, near) == ""
+    assert "10.0.0.2" in refusal(NCCL, "auto", {"10.0.0.1"}, far)
+    assert refusal(NCCL, "nccl", {"10.0.0.1"}, far) == "", "the user says that one fabric joins them"
+    assert refusal("", "auto", {"10.0.0.1"}, far) == "", "the Gloo star goes anywhere"
+    assert refusal(NCCL, "nccl", {"10.0.0.1"}, {**near, "unavailable": {NCCL: "it has no GPU"}}) == "it has no GPU"

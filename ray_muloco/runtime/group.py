@@ -24,7 +24,7 @@ from ray_muloco.runtime.answers import collect, first_death, late
 from ray_muloco.runtime.collectives import Group, join
 from ray_muloco.runtime.links import bucket_elements
 from ray_muloco.runtime.roster import HEALING_SECONDS, Roster
-from ray_muloco.runtime.wiring import Wirer
+from ray_muloco.runtime.wiring import Wirer, refusal
 from ray_muloco.training import storage
 from ray_muloco.training.checkpoint import FileRecord
 from ray_muloco.training.group import (
@@ -90,7 +90,7 @@ class RayGroup:
         self._bucket_elements = bucket_elements(bool(wirer.fabric))
         run_path = run_path_of(config)
         self._probe = probe = (run_path, storage.write_probe(run_path))  # stays while the run lasts: joiners look for it too
-        self.roster.refuse = lambda facts: facts["unavailable"].get(wirer.fabric, "")
+        self.roster.refuse = lambda facts: refusal(wirer.fabric, config.scaling.collective, wirer.hosts, facts)
         self.roster.open(lambda k: (config, self.data_dir, self.fingerprint, probe, inner_states.get(k)), list(inner_states))
         self.roster.start()
         self._unhealed = set(self.alive)

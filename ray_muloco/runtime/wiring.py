@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -31,6 +31,18 @@ def choose_fabric(collective: str, gpus_per_replica: float, num_hosts: int) -> s
     return NCCL if collective == "auto" and gpus_per_replica >= 1 and num_hosts == 1 else ""
 
 
+def refusal(fabric: str, collective: str, hosts: Collection[str], facts: Mapping[str, Any]) -> str:
+    """Why a replica with these facts cannot join a run whose exchange group uses this backend; empty when it can.
+
+    hosts: where the run's replicas were when the backend was chosen; one host's fabric ends there, unless the user said so.
+    """
+    if reason := facts["unavailable"].get(fabric, ""):
+        return reason
+    if fabric == NCCL and collective == "auto" and facts["host"] not in hosts:
+        return f"it is on {facts['host']}, and the others exchange over NCCL within {', '.join(sorted(hosts))}; --scaling.collective nccl or gloo takes in several hosts"
+    return ""
+
+
 class Wirer:
     """Makes the memberships of each generation; hosts the run's rendezvous store."""
 
@@ -38,8 +50,8 @@ class Wirer:
         """fabric: backend of the replicas' own exchange group; None chooses it from the configuration."""
         self.config = config
         scaling = config.scaling
-        hosts = {h["host"] for h in hardware.values()}
-        self.fabric = choose_fabric(scaling.collective, scaling.gpus_per_replica, len(hosts)) if fabric is None else fabric
+        self.hosts = {h["host"] for h in hardware.values()}
+        self.fabric = choose_fabric(scaling.collective, scaling.gpus_per_replica, len(self.hosts)) if fabric is None else fabric
         for k, facts in sorted(hardware.items()):
             reason = facts["unavailable"].get(self.fabric, "")
             if reason:
