@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from ray_muloco.errors import ConfigError, RunError
+from ray_muloco.errors import ConfigError, RunError, StoppedError
 
-BAD_INPUT, GAVE_UP, INTERRUPTED = 2, 4, 130
+BAD_INPUT, STOPPED, GAVE_UP, INTERRUPTED = 2, 3, 4, 130
 _T = TypeVar("_T")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -32,6 +32,8 @@ def run(main: Callable[[], int]) -> NoReturn:
         code = main()
     except (ConfigError, FlagError) as error:
         code = _complain(error, BAD_INPUT)
+    except StoppedError as error:
+        code = _complain(error, STOPPED)
     except RunError as error:
         code = _complain(error, GAVE_UP)
     except KeyboardInterrupt:

@@ -51,7 +51,7 @@ class Flags:
     """Rounds in which the coordinator is killed besides."""
     drop_node: int = 0
     """Nodes that crash besides, spread over the run; each replica then has a node of its own on this machine."""
-    keep_budget: bool = False
+    keep_budget: Annotated[bool, tyro.conf.Suppress] = False
     """Whether the budget was given; otherwise it is ten rounds a fault."""
     json: str = ""
     """Write the figures to this file."""
@@ -90,6 +90,8 @@ def drill(flags: Flags) -> dict[str, Any] | None:
     from ray_muloco.training.manifest import newest_manifest
     from ray_muloco.training.storage import local_directory
 
+    if os.environ.pop("RAY_ADDRESS", ""):
+        print("RAY_ADDRESS is set: a drill kills what it meets, and so it trains on a private cluster all the same", file=sys.stderr)
     config, faults = planned(flags)
     before = belongings()
     calm = config.override({"run.name": f"{config.run_name}-undisturbed"})

@@ -37,6 +37,10 @@ class RunError(RuntimeError):
         return type(self), (self.reason, self.detail, self.checkpoint)
 
 
+class StoppedError(RunError):
+    """A run that was asked to stop before its first round: nothing is lost, and the same command begins or goes on."""
+
+
 class ReplicaLostError(RuntimeError):
     """A replica that another one needed died or stayed silent: who, after how many seconds, and what was seen."""
 

@@ -5,11 +5,13 @@ Ray names an actor's process after its class: `ray::ReplicaActor`, `ray::Coordin
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 NAMESPACE = "ray_muloco"
 FETCH_SECONDS = 60.0
 SILENT_FOLLOWER_SECONDS = 10.0
+MAX_EVENTS, EVENTS_AT_ONCE = 4000, 500
 FILES, HEALING, CONTROL = "files", "healing", "control"
 COORDINATOR = "coordinator"  # the resource of nodes that are kept for coordinators (cluster.yaml)
 
@@ -73,6 +76,9 @@ class ReplicaActor:
 
         self.leave()
         self.link = ReplicaLink(wiring)
+
+    def ping(self) -> None:
+        """A sign of life."""
 
     def leave(self) -> None:
         """Close the groups of the current generation."""
@@ -184,7 +190,8 @@ class CoordinatorActor:
     """
 
     def __init__(self) -> None:
-        self._events: list[tuple[str, Any]] = []
+        self._events: deque[tuple[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self._num_events = 0
         self._outcome: tuple[str, Any] | None = None
         self._news = threading.Condition()
         self._stop = threading.Event()
@@ -239,17 +246,24 @@ class CoordinatorActor:
     def _tell(self, kind: str, value: Any) -> None:
         with self._news:
             self._events.append((kind, value))
+            self._num_events += 1
             self._news.notify_all()
 
     # Control: called by the driver, while the session runs
 
     @ray.method(concurrency_group=CONTROL)
-    def events(self, follower: str, begin: int, wait_seconds: float) -> tuple[list[tuple[str, Any]], tuple[str, Any] | None]:
-        """Events from number `begin` on and the outcome, if there is one; waits a little for news. follower: who asks."""
+    def events(self, follower: str, begin: int, wait_seconds: float) -> tuple[list[tuple[str, Any]], int, tuple[str, Any] | None]:
+        """Some events from number `begin` on, the number to go on from, and the outcome, if there is one; waits a little for news.
+
+        follower: who asks. Who comes late, or is slow, misses the oldest: metrics.jsonl has all rounds.
+        """
         with self._news:
             self._followers[follower] = time.monotonic()
-            self._news.wait_for(lambda: len(self._events) > begin or self._outcome is not None, timeout=wait_seconds)
-            return self._events[begin:], self._outcome
+            self._news.wait_for(lambda: self._num_events > begin or self._outcome is not None, timeout=wait_seconds)
+            first = self._num_events - len(self._events)
+            begin = max(begin, first)
+            events = list(itertools.islice(self._events, begin - first, begin - first + EVENTS_AT_ONCE))
+            return events, begin + len(events), self._outcome
 
     @ray.method(concurrency_group=CONTROL)
     def part(self, follower: str) -> int:

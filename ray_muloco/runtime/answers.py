@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from ray_muloco.errors import CollectiveError, ConfigError, ReplicaLostError
 
 
-def collect(calls: Mapping[int, Any], limit: float) -> tuple[dict[int, Any], dict[int, str]]:
+def collect(calls: Mapping[int, Any], limit: float, begin: float | None = None) -> tuple[dict[int, Any], dict[int, str]]:
     """Answers by replica, and causes for those that are lost: dead, silent beyond `limit` seconds, or failed in our own code.
 
+    begin: of the monotonic clock when the calls were made; now if it is not said.
     A replica whose collective failed, or whose donor died, lives and is in neither. Raises ConfigError when a replica did.
     """
-    deadline = time.monotonic() + limit
+    deadline = (time.monotonic() if begin is None else begin) + limit
     answers: dict[int, Any] = {}
     lost: dict[int, str] = {}
     waiting = {call: k for k, call in calls.items()}
@@ -29,8 +30,6 @@ def collect(calls: Mapping[int, Any], limit: float) -> tuple[dict[int, Any], dic
         k = waiting.pop(ready[0])
         try:
             answers[k] = ray.get(ready[0], timeout=max(1.0, deadline - time.monotonic()))
-        except RayActorError as error:
-            lost[k] = died(error)
         except RayTaskError as error:
             cause = raised(error)
             if isinstance(cause, ConfigError):
@@ -39,12 +38,14 @@ def collect(calls: Mapping[int, Any], limit: float) -> tuple[dict[int, Any], dic
                 lost[k] = f"{type(cause).__name__}: {cause}"
         except GetTimeoutError:
             lost[k] = f"its answer did not arrive within {limit:.0f} s"
+        except RayError as error:  # its actor, its node, or its answer is gone
+            lost[k] = died(error)
     return answers, lost
 
 
-def died(error: RayActorError) -> str:
-    """An actor's death in a few words."""
-    return f"its actor died ({str(error).splitlines()[0]})"
+def died(error: RayError) -> str:
+    """An actor's death in a few words: of itself, of its node, of want of memory."""
+    return f"its actor died ({(str(error) or type(error).__name__).splitlines()[0]})"
 
 
 def raised(error: RayTaskError) -> BaseException:
@@ -59,10 +60,10 @@ def first_death(calls: Mapping[int, Any]) -> str:
         if call in ready:
             try:
                 ray.get(call, timeout=1.0)
-            except RayActorError:
-                return f"replica {k} died"
             except (RayTaskError, GetTimeoutError):  # whoever collects the answers deals with these
                 continue
+            except RayError:
+                return f"replica {k} died"
     return ""
 
 
@@ -76,7 +77,7 @@ def late(calls: Mapping[int, Any], limit: float, grace: float) -> list[int]:
             return []
         try:
             ray.get(ready[0], timeout=1.0)
-        except (RayActorError, RayTaskError, GetTimeoutError):  # a death is no answer
+        except RayError:  # a death is no answer
             continue
         _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(grace, max(0.0, deadline - time.monotonic()))) if waiting else ([], [])
         return [k for k, call in calls.items() if call in waiting]

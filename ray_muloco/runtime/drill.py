@@ -135,7 +135,8 @@ class DrilledGroup(RayGroup):
         done = {entry["number"] for entry in read_log(drill.log)}
         self._due = [fault for fault in drill.faults if fault.number not in done]
         self._round = self._noted_round = 0
-        self._usual: dict[str, float] = {}
+        self._phase_seconds: dict[str, float] = {}
+        """What each phase took when no fault was in it."""
 
     def run_inner(self, plans: Mapping[int, SegmentPlan]) -> InnerOutcome:
         self._round = next(iter(plans.values())).round_number
@@ -187,11 +188,11 @@ class DrilledGroup(RayGroup):
         due = next((fault for fault in self._due if fault.phase == phase and fault.round <= self._round), None)
         if due is not None and self.alive:
             self._due.remove(due)
-            self._inject(due, due.moment * self._usual.get(phase, UNKNOWN_PHASE_SECONDS))
+            self._inject(due, due.moment * self._phase_seconds.get(phase, UNKNOWN_PHASE_SECONDS))
         begin = time.monotonic()
         yield
         if due is None:
-            self._usual[phase] = time.monotonic() - begin
+            self._phase_seconds[phase] = time.monotonic() - begin
 
     def _inject(self, fault: Fault, delay: float) -> None:
         alive = self.alive

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ray_muloco.config import TrainConfig
-from ray_muloco.errors import ConfigError, RunError
+from ray_muloco.errors import ConfigError, RunError, StoppedError
 from ray_muloco.runtime.actors import NAMESPACE, coordinator_actor
 from ray_muloco.runtime.capacity import MAX_REPLICAS_A_CORE, num_placeable
+from ray_muloco.runtime.nodes import is_placed
 from ray_muloco.training import preflight
 from ray_muloco.training.metrics import Result
 from ray_muloco.training.preflight import result_of, tracking_uri_of, with_threads
@@ -127,7 +128,7 @@ def _start_private(config: TrainConfig) -> None:
     limit = cores * MAX_REPLICAS_A_CORE
     if wanted > limit:
         raise ConfigError(
-            "scaling.num-replicas", config.scaling.num_replicas, f"must be at most {limit // config.scaling.threads_per_replica} on this machine of {cores} cores ({config.scaling.threads_per_replica} threads a replica)",
+            "scaling.max-replicas" if config.scaling.max_replicas else "scaling.num-replicas", config.scaling.most_replicas, f"must be at most {limit // config.scaling.threads_per_replica} on this machine of {cores} cores ({config.scaling.threads_per_replica} threads a replica)",
             "use fewer replicas, or a cluster by RAY_ADDRESS",
         )  # fmt: skip
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray leaves a token in the home directory, which later clusters then demand
@@ -173,15 +174,17 @@ def _follow(config: TrainConfig, joined: bool, listener: Any, stopping: Callable
     deaths, newest = 0, newest_checkpoint(config)
     stale = preflight.result_of_run(preflight.run_path_of(config))  # of an earlier session, which this one goes on from
     while True:
-        coordinator, attached = _find_or_start(config, joined, drill)
+        coordinator, attached = _find_or_start(config, joined, drill, stopping)
         if attached:
             listener.message(f"run {config.run_name} is already going on; following it")
         try:
             return _unwrap(_relay(coordinator, listener, stopping))
-        except RayActorError as error:
-            cause = str(error).splitlines()[0]
+        except RayTaskError:
+            raise
         except GetTimeoutError:
             cause = f"it did not answer for {ANSWER_SECONDS:.0f} s"
+        except RayError as error:
+            cause = str(error).splitlines()[0]
         _end(coordinator)
         result = preflight.result_of_run(preflight.run_path_of(config))
         if result is not None and result != stale:  # it had ended, and another driver that followed it took it down
@@ -204,10 +207,9 @@ def _relay(coordinator: Any, listener: Any, stopping: Callable[[], bool]) -> tup
             listener.message("stopping at the next commit, with a checkpoint")
             coordinator.request_stop.remote()
             asked = True
-        events, outcome = ray.get(coordinator.events.remote(follower, seen, POLL_SECONDS), timeout=ANSWER_SECONDS)
+        events, seen, outcome = ray.get(coordinator.events.remote(follower, seen, POLL_SECONDS), timeout=ANSWER_SECONDS)
         for kind, value in events:
             getattr(listener, kind)(value)
-        seen += len(events)
         if outcome is not None and not events:
             with contextlib.suppress(RayActorError, GetTimeoutError):
                 if ray.get(coordinator.part.remote(follower), timeout=ANSWER_SECONDS) == 0:
@@ -220,25 +222,34 @@ def _end(coordinator: Any) -> None:
         ray.kill(coordinator)
 
 
-def _find_or_start(config: TrainConfig, joined: bool, drill: Any) -> tuple[Any, bool]:
+def _find_or_start(config: TrainConfig, joined: bool, drill: Any, stopping: Callable[[], bool]) -> tuple[Any, bool]:
     """The run's coordinator, and whether an earlier driver had begun it. One that has ended is replaced."""
-    deadline = time.monotonic() + config.scaling.placement_timeout_seconds
+    limit_seconds = config.scaling.placement_timeout_seconds
+    deadline, cause = time.monotonic() + limit_seconds, "it was not placed"
     actor = coordinator_actor(f"coordinator-{run_key(config)}", detached=joined)
     while True:
-        with contextlib.suppress(RayActorError):  # it ended while we asked
+        try:
             coordinator = actor.remote()
-            try:
-                state = ray.get(coordinator.start.remote(config, tracking_uri_of(config), joined, drill), timeout=config.scaling.placement_timeout_seconds)
-            except GetTimeoutError:
-                ray.kill(coordinator)  # detached, it would come up some day and stay
-                raise RunError(
-                    "no coordinator", f"it was not placed within {config.scaling.placement_timeout_seconds:.0f} s (scaling.placement-timeout-seconds)"
-                ) from None
-            if state != "ended":
-                return coordinator, state == "running"
-            ray.kill(coordinator)
+            call = coordinator.start.remote(config, tracking_uri_of(config), joined, drill)
+            while not ray.wait([call], timeout=POLL_SECONDS)[0]:
+                if time.monotonic() > deadline or (stopping() and not is_placed(coordinator)):
+                    ray.kill(coordinator)  # detached, it would come up some day and stay
+                    break
+                if stopping():  # one that runs may have begun, and have other followers: it stops in order
+                    coordinator.request_stop.remote()
+            else:
+                state = ray.get(call, timeout=ANSWER_SECONDS)
+                if state != "ended":
+                    return coordinator, state == "running"
+                ray.kill(coordinator)
+        except RayTaskError:
+            raise
+        except RayError as error:  # it ended while we asked, or cannot begin
+            cause = str(error).splitlines()[0]
+        if stopping():
+            raise StoppedError("stopped before the start", "the coordinator was not running yet")
         if time.monotonic() > deadline:
-            raise RunError("no coordinator", f"none could be started within {config.scaling.placement_timeout_seconds:.0f} s")
+            raise RunError("no coordinator", f"none could be started within {limit_seconds:.0f} s (scaling.placement-timeout-seconds): {cause}")
         time.sleep(0.2)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayError
 from torch import Tensor
 
 from ray_muloco.config import TrainConfig
@@ -43,6 +43,7 @@ from ray_muloco.training.plan import SegmentPlan
 from ray_muloco.training.preflight import run_path_of
 
 MAX_EXCHANGE_ATTEMPTS = 3
+MAX_BLAMELESS_ATTEMPTS = 2
 RECENT_ROUNDS = 8
 BEGINNERS_FACTOR = 3
 """How much more time a round has in which someone trains for the first time: nobody knows yet how fast it is."""
@@ -68,9 +69,15 @@ class RayGroup:
         self._unsaid: dict[int, str] = {}
         """Members lost where no outcome could say so; the next boundary does."""
         self._failed_saves: list[str] = []
+        self._failure = ""
+        """What the last collective failed of."""
         self._usual: dict[str, deque[float]] = {}
         """Seconds that recent calls of a kind took, when nobody was lost."""
-        self._inner_seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)
+        self._step_seconds: dict[int, deque[float]] = {}
+        """Seconds a step of each replica's recent inner phases."""
+        self._boundary = 0.0
+        self._round_seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)
+        """From one boundary to the next, evaluation and checkpoint included."""
         self._exchange_seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)
 
     @property
@@ -90,9 +97,12 @@ class RayGroup:
         self._bucket_elements = bucket_elements(bool(wirer.fabric))
         run_path = run_path_of(config)
         self._probe = probe = (run_path, storage.write_probe(run_path))  # stays while the run lasts: joiners look for it too
-        self.roster.refuse = lambda facts: refusal(wirer.fabric, config.scaling.collective, wirer.hosts, facts)
-        self.roster.open(lambda k: (config, self.data_dir, self.fingerprint, probe, inner_states.get(k)), list(inner_states))
+        self.roster.refuse = lambda facts: refusal(wirer.fabric, config.scaling.collective, self.roster.hosts(), facts)
+        # by order of id: which of those asked for are placed is Ray's choice
+        states = {k: inner_states[n] for n, k in enumerate(sorted(self.roster.hardware())) if n in inner_states}
+        self.roster.open(lambda k: (config, self.data_dir, self.fingerprint, probe, states.get(k)), list(states))
         self.roster.start()
+        states.clear()  # whoever is placed later joins a run that is past them
         self._unhealed = set(self.alive)
 
     def close(self) -> None:
@@ -111,7 +121,12 @@ class RayGroup:
 
     def regroup(self, wait_seconds: float = 0.0) -> Changes:
         donors = [k for k in self.alive if k not in self._unhealed]
-        changes = self.roster.regroup(wait_seconds, donors, self._median_round())
+        begin, self._boundary = self._boundary, time.monotonic()
+        if begin and not wait_seconds:
+            self._round_seconds.append(self._boundary - begin)
+        if wait_seconds:  # nothing else asks them meanwhile: a death would go unnoticed, and be waited for
+            self._ask({k: a.ping.remote() for k, a in self.actors.items()}, self._floor())
+        changes = self.roster.regroup(wait_seconds, donors, max(self._round_seconds, default=0.0))
         self._unhealed.update(changes.joined)
         self._beginners.update(changes.joined)
         self.traffic.heal_bytes += self.roster.take_healed_bytes()
@@ -129,15 +144,24 @@ class RayGroup:
 
     def heal(self, replica_ids: Sequence[int]) -> None:
         spoilt = [] if self.config.is_data_parallel else [k for k in replica_ids if k in self.roster.members]
-        donors = [k for k in self.alive if k not in self._unhealed and k not in spoilt]
-        limit, copied = self.config.scaling.first_round_seconds, {}
-        if spoilt and donors and copies_inner_state(self.config):
-            state = self.roster.state_of(donors[0])
-            calls = {k: self.actors[k].load_state.remote([state], donors[0], HEALING_SECONDS) for k in spoilt}
-            copied = self._ask(calls, HEALING_SECONDS + self._floor())
+        donor = self._kept_state(besides=spoilt) if spoilt and copies_inner_state(self.config) else None
+        copied: dict[int, int] = {}
+        if donor is not None:
+            k, number = donor
+            state = self.actors[k].give_state.remote(number)
+            copied = self._ask({s: self.actors[s].load_state.remote([state], k, HEALING_SECONDS) for s in spoilt}, HEALING_SECONDS + self._floor())
             self.traffic.heal_bytes += sum(copied.values())
         # nobody to copy from, or the donor died on the way
-        self._ask({k: self.actors[k].reset_inner_state.remote() for k in spoilt if k in self.roster.members and k not in copied}, limit)
+        rest = [k for k in spoilt if k in self.roster.members and k not in copied]
+        self._ask({k: self.actors[k].reset_inner_state.remote() for k in rest}, self.config.scaling.first_round_seconds)
+
+    def _kept_state(self, besides: Sequence[int]) -> tuple[int, int] | None:
+        """A donor that has copied its inner state, and the copy's number; one that is silent is lost, and the next one asked."""
+        while donors := [k for k in self.alive if k not in self._unhealed and k not in besides]:
+            kept = self._ask({donors[0]: self.actors[donors[0]].keep_state.remote()}, self._deadline("copy"), "copy")
+            if kept:
+                return donors[0], kept[donors[0]]
+        return None
 
     # ---- phases
 
@@ -152,19 +176,20 @@ class RayGroup:
             if gone:  # the others begin the round again without them
                 return InnerOutcome({}, gone)
         actors = self.actors
-        limit = self._inner_deadline()
+        limit = self._inner_deadline(plans)
         if self.config.is_data_parallel:  # those whom one silent member keeps waiting must be freed before they are called silent too
             limit += self.config.scaling.collective_timeout_seconds
-        calls = {k: actors[k].run_inner.remote(plan) for k, plan in plans.items()}
         begin = time.monotonic()
+        calls = {k: actors[k].run_inner.remote(plan) for k, plan in plans.items()}
         if self.config.scaling.grace_seconds:
             for k in late(calls, limit, self.config.scaling.grace_seconds):
                 actors[k].cut_short.remote()
-        reports, lost = self._collect(calls, limit - (time.monotonic() - begin))
+        reports, lost = self._collect(calls, limit, begin)
         self._beginners = self._beginners & set(self.alive) - reports.keys()
         self.roster.finished(reports)
-        if reports:  # of those who came: a wait for someone silent is no measure of the next round
-            self._inner_seconds.append(max(report.seconds for report in reports.values()))
+        for k, report in reports.items():  # of those who came: a wait for someone silent is no measure of the next round
+            self._step_seconds.setdefault(k, deque(maxlen=RECENT_ROUNDS)).append(report.seconds / report.num_steps)
+        self._step_seconds = {k: seconds for k, seconds in self._step_seconds.items() if k in self.roster.members}
         if len(reports) < len(plans):  # a group that failed someone repeats its failure: the next phase forms a new one
             self._unwire()
         first = next(iter(plans.values()))
@@ -183,14 +208,14 @@ class RayGroup:
             if refs is not None:
                 self.traffic.uplink_bytes += BYTES_PER_ELEMENT * out.numel() * (1 if self.config.is_data_parallel else len(merged))
                 return ExchangeOutcome(merged, lost)
-        raise RunError("exchange failed", f"no exchange of generation {self.generation} succeeded though replicas {list(self.alive)} live")
+        raise RunError("exchange failed", f"no exchange of generation {self.generation} succeeded though replicas {list(self.alive)} live: {self._failure}")
 
     def publish(self, theta: Tensor) -> PublishOutcome:
         lost: dict[int, str] = {}
         for attempt in range(MAX_EXCHANGE_ATTEMPTS + len(self.alive) + 1):
             if not self.alive:
                 return PublishOutcome({}, lost)
-            if attempt >= MAX_EXCHANGE_ATTEMPTS:  # the members managed before they came
+            if attempt >= MAX_BLAMELESS_ATTEMPTS:  # the members managed before they came
                 lost |= dict.fromkeys(self._unhealed & set(self.alive), "could not be sent the first θ") if len(self._unhealed) < len(self.alive) else {}
                 self.eject([k for k in lost if k in self.roster.members])
             digests = self._attempt(
@@ -203,7 +228,9 @@ class RayGroup:
                 self.traffic.count_publication(BYTES_PER_ELEMENT * theta.numel(), digests, self._unhealed)
                 self._unhealed.clear()
                 return PublishOutcome(digests, lost)
-        raise RunError("publication of θ failed", f"no broadcast of generation {self.generation} succeeded though replicas {list(self.alive)} live")
+        raise RunError(
+            "publication of θ failed", f"no broadcast of generation {self.generation} succeeded though replicas {list(self.alive)} live: {self._failure}"
+        )
 
     def roll_back(self) -> None:
         self._ask({k: a.roll_back.remote() for k, a in self.actors.items()}, self._floor())
@@ -211,7 +238,8 @@ class RayGroup:
     def evaluate(self, shares: Mapping[int, Sequence[int]]) -> dict[int, tuple[float, int]]:
         actors = self.actors
         calls = {k: actors[k].evaluate.remote(numbers) for k, numbers in shares.items() if numbers}
-        parts = self._ask(calls, self._deadline("evaluate"), "evaluate")
+        largest = max(map(len, shares.values()))  # with fewer replicas each has more to measure
+        parts = self._ask(calls, self._deadline("evaluate", work=largest), "evaluate", work=largest)
         return {number: loss for part in parts.values() for number, loss in part.items()}
 
     def save(self, target: CheckpointTarget) -> Callable[[], dict[int, FileRecord]]:
@@ -224,7 +252,7 @@ class RayGroup:
             for k, ref in refs.items():
                 try:
                     records[k] = ray.get(ref, timeout=max(1.0, limit - (time.monotonic() - begin)))
-                except (RayActorError, RayTaskError, GetTimeoutError) as error:  # the commit is whole without one inner state
+                except RayError as error:  # the commit is whole without one inner state
                     self._failed_saves.append(f"replica {k} did not write its part of a checkpoint: {str(error).splitlines()[-1]}")
             if len(records) == len(refs):
                 self._took("save", time.monotonic() - begin)
@@ -255,14 +283,15 @@ class RayGroup:
                 return None
             refs = dispatch()
         except CollectiveError as error:
+            self._failure = str(error)
             lost.update(self._survey(str(error)))
             return None
         failed = False
         try:
             link.set_timeout(limit)
             act(link)
-        except CollectiveError:
-            failed = True
+        except CollectiveError as error:
+            failed, self._failure = True, str(error)
             self._unwire()
         answers, gone = self._collect(refs, limit + self._floor())
         lost.update(gone)
@@ -308,31 +337,31 @@ class RayGroup:
 
     # ---- waiting
 
-    def _collect(self, calls: Mapping[int, Any], limit: float) -> tuple[dict[int, Any], dict[int, str]]:
+    def _collect(self, calls: Mapping[int, Any], limit: float, begin: float | None = None) -> tuple[dict[int, Any], dict[int, str]]:
         """Answers and losses (`answers.collect`); lost ones are dropped from the membership."""
-        answers, lost = collect(calls, limit)
+        answers, lost = collect(calls, limit, begin)
         for k in lost:
             self.roster.drop(k)
         return answers, lost
 
-    def _ask(self, calls: Mapping[int, Any], limit: float, kind: str = "") -> dict[int, Any]:
-        """Answers alone; the next boundary tells who was lost meanwhile. kind: what is to be remembered of how long it took."""
+    def _ask(self, calls: Mapping[int, Any], limit: float, kind: str = "", work: int = 1) -> dict[int, Any]:
+        """Answers alone; the next boundary tells who was lost meanwhile. kind, work: what is to be remembered of how long so much took."""
         begin = time.monotonic()
         answers, lost = self._collect(calls, limit)
         self._unsaid.update(lost)
         if kind and not lost:
-            self._took(kind, time.monotonic() - begin)
+            self._took(kind, (time.monotonic() - begin) / work)
         return answers
 
     def _took(self, kind: str, seconds: float) -> None:
         self._usual.setdefault(kind, deque(maxlen=RECENT_ROUNDS)).append(seconds)
 
-    def _deadline(self, kind: str, first: float | None = None) -> float:
-        """Deadline of calls of a kind, by what recent ones took; `first` (the first round's) while none has."""
+    def _deadline(self, kind: str, first: float | None = None, work: int = 1) -> float:
+        """Deadline of calls of a kind, by what so much work took recently; `first` (the first round's) while none has."""
         scaling = self.config.scaling
         if kind not in self._usual:
             return scaling.first_round_seconds if first is None else first
-        return max(scaling.hang_floor_seconds, scaling.hang_factor * statistics.median(self._usual[kind]))
+        return max(scaling.hang_floor_seconds, scaling.hang_factor * work * statistics.median(self._usual[kind]))
 
     def _survey(self, cause: str) -> dict[int, str]:
         """Ask everyone for a sign of life; who gives none is lost."""
@@ -342,12 +371,14 @@ class RayGroup:
     def _floor(self) -> float:
         return self.config.scaling.hang_floor_seconds
 
-    def _inner_deadline(self) -> float:
+    def _inner_deadline(self, plans: Mapping[int, SegmentPlan]) -> float:
+        """By each replica's own usual step and the steps it is to do now; who is not known yet is thought as slow as the slowest."""
         scaling = self.config.scaling
-        if not self._inner_seconds or (self.config.compile and self._beginners):
+        if not self._step_seconds or (self.config.compile and self._beginners):
             return scaling.first_round_seconds  # kernels are still being compiled
-        factor = scaling.hang_factor * (BEGINNERS_FACTOR if self._beginners else 1)
-        return max(scaling.hang_floor_seconds, factor * statistics.median(self._inner_seconds))
+        known = {k: statistics.median(seconds) for k, seconds in self._step_seconds.items()}
+        usual = max(known.get(k, max(known.values())) * plan.num_steps for k, plan in plans.items())
+        return max(scaling.hang_floor_seconds, scaling.hang_factor * (BEGINNERS_FACTOR if self._beginners else 1) * usual)
 
     def _exchange_deadline(self) -> float:
         """Deadline of one collective: by what recent ones took, at most scaling.collective_timeout_seconds."""
@@ -356,6 +387,3 @@ class RayGroup:
             return scaling.collective_timeout_seconds
         usual = max(scaling.hang_floor_seconds, scaling.hang_factor * statistics.median(self._exchange_seconds))
         return min(scaling.collective_timeout_seconds, usual)
-
-    def _median_round(self) -> float:
-        return statistics.median(self._inner_seconds) if self._inner_seconds else 0.0

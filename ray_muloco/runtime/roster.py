@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from ray_muloco.config import TrainConfig
-from ray_muloco.errors import ConfigError, ReplicaLostError, RunError
+from ray_muloco.errors import ConfigError, ReplicaLostError, RunError, StoppedError
 from ray_muloco.runtime.actors import replica_actor
 from ray_muloco.runtime.answers import died, raised
 from ray_muloco.runtime.nodes import DrainWatch, is_placed
@@ -26,6 +26,7 @@ from ray_muloco.training.group import copies_inner_state
 from ray_muloco.training.membership import SAY_EVERY_SECONDS, Changes
 
 POLL_SECONDS = 0.2
+ARRIVAL_SECONDS = 10.0
 DRAIN_MARGIN_SECONDS = 2.0
 HEALING_SECONDS = 300.0
 """How long an inner state may be on its way from a donor."""
@@ -77,6 +78,8 @@ class Roster:
         self._failures = 0
         self._not_before = 0.0
         self._looked = time.monotonic()
+        self._keeping: dict[int, Any] = {}
+        """Calls by which donors copy their inner state for joiners, of the last boundary."""
         self._backlog: list[str] = []
         """Sentences that the next boundary is to report."""
         self._ask()
@@ -112,7 +115,7 @@ class Roster:
                     f"waiting for replicas since {now - begin:.0f} s: {placed} of {scaling.num_replicas} are placed, {scaling.fewest_replicas} are needed"
                 )
             if self._should_stop():
-                raise RunError("stopped before the start", f"{placed} of {scaling.num_replicas} replicas were placed")
+                raise StoppedError("stopped before the start", f"{placed} of {scaling.num_replicas} replicas were placed")
             self._backlog += self._poll(POLL_SECONDS)
             self._ask()
         self._waited = True
@@ -136,6 +139,8 @@ class Roster:
         failures: list[str] = []
         while any(k in placed and r.stage == "building" for k, r in self.recruits.items()):
             failures += self._poll(POLL_SECONDS, at_start=True)
+            if self._should_stop():
+                raise StoppedError("stopped before the start", "replicas were being built")
         resumed = any(recruit.has_state for recruit in self.recruits.values())
         for k in sorted(placed & self.recruits.keys()):
             if self.recruits[k].stage == "ready" or not resumed:  # one asked for since then has no state of the checkpoint
@@ -175,6 +180,10 @@ class Roster:
         """Replicas asked for and not placed."""
         return sum(r.stage == "asked" for r in self.recruits.values())
 
+    def hosts(self) -> set[str]:
+        """Where members and accepted recruits are."""
+        return {seat.facts["host"] for seat in (*self.members.values(), *self.recruits.values()) if seat.facts}
+
     def take_healed_bytes(self) -> int:
         """Bytes of inner state that reached recruits since this was asked last."""
         taken, self._healed_bytes = self._healed_bytes, 0
@@ -188,6 +197,7 @@ class Roster:
         donors: members that hold a committed θ; round_seconds: what a round takes, for those that must leave before a deadline.
         """
         notes, self._backlog = self._backlog, []
+        left: dict[int, str] = {}
         notes += self._poll(wait_seconds)
         deadlines = self._drains.deadlines()
         notes += self._notice_drains(deadlines)
@@ -195,9 +205,9 @@ class Roster:
         if room > 0 or not self.config.is_data_parallel:
             notes += self._heal(donors)
         if self.config.is_data_parallel:  # one model: the copy must be of this very boundary, so it is awaited
-            notes += self._await_healing()
+            notes += self._await_healing(left)
         joining = sorted(k for k, r in self.recruits.items() if r.stage == "ready")[: max(0, room)]
-        left = self._leave(deadlines, round_seconds, len(joining))
+        left |= self._leave(deadlines, round_seconds, len(joining))
         joined = joining[: max(0, self.config.scaling.most_replicas - len(self.members))]
         for k in joined:
             self._admit(k)
@@ -263,9 +273,9 @@ class Roster:
         """One recruit's call has an answer: its next stage, or why it has none."""
         recruit = self.recruits[k]
         try:
-            value: Any = ray.get(recruit.call, timeout=POLL_SECONDS * 50)
-        except RayActorError as error:
-            return self._fail(k, f"could not start: {died(error)}")
+            value: Any = ray.get(recruit.call, timeout=ARRIVAL_SECONDS)
+        except GetTimeoutError:
+            return self._fail(k, f"gave an answer that did not arrive within {ARRIVAL_SECONDS:.0f} s")
         except RayTaskError as error:
             cause = raised(error)
             if isinstance(cause, ReplicaLostError):  # its donor, not itself
@@ -274,11 +284,13 @@ class Roster:
             if isinstance(cause, ConfigError) and at_start:
                 raise cause from None
             return self._fail(k, f"could not start: {type(cause).__name__}: {cause}")
+        except RayError as error:
+            return self._fail(k, f"could not start: {died(error)}")
         recruit.call, recruit.since = None, time.monotonic()
         if recruit.stage in ("asked", "placed"):
-            recruit.facts, recruit.stage = value, "building"
             if why := self.refuse(value):
                 return self._fail(k, f"cannot take part: {why}")
+            recruit.facts, recruit.stage = value, "building"
             if self._build is not None:
                 recruit.call = recruit.actor.build.remote(*self._build(k))
         elif recruit.stage == "building":
@@ -304,6 +316,7 @@ class Roster:
         """Have every built recruit copy a donor's inner state, while the others train on."""
         notes: list[str] = []
         states: dict[int, Any] = {}
+        self._keeping = {}
         for k, recruit in sorted(self.recruits.items()):
             if recruit.stage != "built":
                 continue
@@ -314,21 +327,29 @@ class Roster:
                 continue
             donor = donors[recruit.donors_tried % len(donors)]
             recruit.donors_tried += 1
-            states[donor] = states.get(donor) or self.state_of(donor)
+            states[donor] = states.get(donor) or self._state_of(donor)
             # in a list: the receiver fetches it, and knows whose death it was
             recruit.call, recruit.stage = recruit.actor.load_state.remote([states[donor]], donor, HEALING_SECONDS), "healing"
         return notes
 
-    def state_of(self, donor: int) -> Any:
+    def _state_of(self, donor: int) -> Any:
         """The inner state that a donor has now, on its way; the donor pauses only to copy it."""
         actor = self.members[donor].actor
-        return actor.give_state.remote(actor.keep_state.remote())
+        self._keeping[donor] = kept = actor.keep_state.remote()
+        return actor.give_state.remote(kept)
 
-    def _await_healing(self) -> list[str]:
-        deadline = time.monotonic() + HEALING_SECONDS
+    def _await_healing(self, left: dict[int, str]) -> list[str]:
+        """Wait until recruits have their inner state; a donor that does not even copy its own is lost, and in `left`."""
+        begin, patience = time.monotonic(), self.config.scaling.hang_floor_seconds
         notes: list[str] = []
-        while any(r.stage == "healing" for r in self.recruits.values()) and time.monotonic() < deadline:
+        while any(r.stage == "healing" for r in self.recruits.values()) and time.monotonic() < begin + HEALING_SECONDS:
             notes += self._poll(POLL_SECONDS)
+            if self._keeping and time.monotonic() > begin + patience:
+                _, silent = ray.wait(list(self._keeping.values()), num_returns=len(self._keeping), timeout=0, fetch_local=False)
+                for donor in [k for k, kept in self._keeping.items() if kept in silent]:
+                    self.drop(donor)
+                    left[donor] = f"lost: silent for {patience:.0f} s while it copied its inner state for a joiner"
+                self._keeping = {}
         late = [k for k, r in self.recruits.items() if r.stage == "healing"]
         return notes + [self._fail(k, "did not get its inner state in time") for k in late]
 

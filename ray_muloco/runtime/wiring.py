@@ -16,11 +16,11 @@ from ray_muloco.runtime.links import Wiring
 FABRIC_BACKENDS = {"nccl": NCCL, "ray-nccl": RAY_NCCL}
 
 
-def choose_fabric(collective: str, gpus_per_replica: float, num_hosts: int) -> str:
-    """Backend of the replicas' own exchange group, or nothing for the Gloo star.
+def choose_fabric(collective: str, gpus_per_replica: float, hosts: Sequence[str], most_replicas: int) -> str:
+    """Backend of the replicas' own exchange group, or nothing for the Gloo star. hosts: of each replica that is placed.
 
-    auto: NCCL when every replica has a GPU of its own and all sit in one host, which is one fabric for certain; replicas
-    of several hosts say nccl themselves if a fast network joins them. Raises ConfigError for nccl without GPUs.
+    auto: NCCL when every replica has a GPU of its own and all that the run may grow to sit in one host, which is one fabric
+    for certain; for several hosts the user says nccl if a fast network joins them. Raises ConfigError for nccl without GPUs.
     """
     if collective in FABRIC_BACKENDS:
         if gpus_per_replica < 1:
@@ -28,17 +28,18 @@ def choose_fabric(collective: str, gpus_per_replica: float, num_hosts: int) -> s
                 "scaling.collective", collective, "needs a GPU for each replica", "set --scaling.gpus-per-replica 1, or --scaling.collective gloo"
             )
         return FABRIC_BACKENDS[collective]
-    return NCCL if collective == "auto" and gpus_per_replica >= 1 and num_hosts == 1 else ""
+    together = len(set(hosts)) == 1 and len(hosts) == most_replicas
+    return NCCL if collective == "auto" and gpus_per_replica >= 1 and together else ""
 
 
 def refusal(fabric: str, collective: str, hosts: Collection[str], facts: Mapping[str, Any]) -> str:
     """Why a replica with these facts cannot join a run whose exchange group uses this backend; empty when it can.
 
-    hosts: where the run's replicas were when the backend was chosen; one host's fabric ends there, unless the user said so.
+    hosts: where the run's other replicas are; one host's fabric ends there, unless the user said so.
     """
     if reason := facts["unavailable"].get(fabric, ""):
         return reason
-    if fabric == NCCL and collective == "auto" and facts["host"] not in hosts:
+    if fabric == NCCL and collective == "auto" and hosts and facts["host"] not in hosts:
         return f"it is on {facts['host']}, and the others exchange over NCCL within {', '.join(sorted(hosts))}; --scaling.collective nccl or gloo takes in several hosts"
     return ""
 
@@ -50,8 +51,8 @@ class Wirer:
         """fabric: backend of the replicas' own exchange group; None chooses it from the configuration."""
         self.config = config
         scaling = config.scaling
-        self.hosts = {h["host"] for h in hardware.values()}
-        self.fabric = choose_fabric(scaling.collective, scaling.gpus_per_replica, len(self.hosts)) if fabric is None else fabric
+        hosts = [h["host"] for h in hardware.values()]
+        self.fabric = choose_fabric(scaling.collective, scaling.gpus_per_replica, hosts, scaling.most_replicas) if fabric is None else fabric
         for k, facts in sorted(hardware.items()):
             reason = facts["unavailable"].get(self.fabric, "")
             if reason:
@@ -72,7 +73,9 @@ class Wirer:
             return Membership(self.store.address, self.run_id, generation, len(in_main) + 1, rank, timeout, GLOO)
 
         def peers(rank: int) -> Membership:
-            return Membership(self.store.address, f"{self.run_id}-peers", generation, len(replicas), rank, timeout, backend)
+            # data-parallel replicas meet once a step, after computing: a usual exchange says nothing of that wait
+            patience = self.config.scaling.collective_timeout_seconds if self.config.is_data_parallel else timeout
+            return Membership(self.store.address, f"{self.run_id}-peers", generation, len(replicas), rank, patience, backend)
 
         wirings = {
             k: Wiring(

@@ -208,7 +208,6 @@ class Coordinator:
             "cursor": progress.pool.cursor,
             "returned_ranges": [[r.start, r.stop, r.attempts, r.failed_on] for r in progress.pool.returned],
             "generation": progress.generation,
-            "failed_attempts": progress.failed_attempts,
             "skipped_samples": progress.skipped_samples,
             "seeds": {"model": self.config.seed, "data_order": self.config.seed},
             "theta_digest": self.digest(),
@@ -225,7 +224,6 @@ class Coordinator:
             tokens=manifest["tokens"],
             pool=SamplePool(manifest["cursor"], tuple(SampleRange(*r) for r in manifest["returned_ranges"])),
             generation=manifest["generation"],
-            failed_attempts=manifest["failed_attempts"],
             skipped_samples=manifest["skipped_samples"],
         )
 

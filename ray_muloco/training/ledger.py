@@ -51,12 +51,19 @@ class Listener(Protocol):
 
 
 class RoundClock:
-    """Wall-clock seconds of a round by phase; a phase may have several laps."""
+    """Wall-clock seconds of a round by phase; a phase may have several laps.
+
+    The round's own time begins where the one before was recorded: waits, failed attempts and checkpoints are in it.
+    """
 
     def __init__(self) -> None:
         self.begin = self._last = time.perf_counter()
         self.seconds: dict[str, float] = {"inner": 0.0, "exchange": 0.0, "outer": 0.0}
         self.commit_time = 0.0
+
+    def start(self) -> None:
+        """An attempt at the round begins; what went before it belongs to no phase."""
+        self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
         """The time since the last lap was spent in `phase`."""
@@ -82,6 +89,7 @@ class Ledger:
         self.run_path = preflight.run_path_of(config)
         self.directory = storage.local_directory(self.run_path)
         self.lock = storage.RunLock(self.directory, config.run.lock_wait_seconds, on_wait=listener.message)
+        self._recorded_round = max((record["round"] for record in storage.read_metrics(self.metrics_path)), default=0)
         storage.download(self.run_path, self.directory, TEXT_FILES)
         self.store = CheckpointStore(storage.join(self.run_path, "checkpoints"), staging_dir=self.staging_dir, keep=config.checkpoint.keep)
         self.validation_sequences: list[int] = []
@@ -122,8 +130,9 @@ class Ledger:
         kept = resumed.round if resumed else 0
         known = storage.read_metrics(self.metrics_path)
         self.resumed_bytes = total_bytes([record for record in known if record["round"] <= kept])
-        if known and known[-1]["round"] > kept:
-            self.reasons([f"{known[-1]['round'] - kept} rounds since the checkpoint of round {kept} were lost with the coordinator, and are trained again"])
+        recorded = max(self._recorded_round, known[-1]["round"] if known else 0)
+        if recorded > kept:
+            self.reasons([f"{recorded - kept} rounds since the checkpoint of round {kept} were lost with the coordinator, and are trained again"])
         storage.truncate_metrics(self.metrics_path, kept)
         for stale in ("result.json", *REPORT_FILES):
             storage.remove(os.path.join(self.directory, stale))
@@ -255,10 +264,12 @@ class Ledger:
 
     def rescue(self, coordinator: Coordinator, group: ReplicaGroup) -> None:
         """Make the last commit durable before the run gives up; whoever lives writes its part."""
-        with contextlib.suppress(Exception):  # the run's own reason to end matters more, and names the newest checkpoint there is
-            if coordinator.progress.round_number > 0:
+        try:
+            if coordinator.progress.round_number > 0 and coordinator.progress.tokens == self._tokens:  # a round without a record is trained again
                 self.save(coordinator, group)
             self._finish_pending()
+        except Exception as error:  # the run's own reason to end matters more, and names the newest checkpoint there is
+            self.listener.message(f"the last commit could not be saved: {type(error).__name__}: {error}")
         if os.path.exists(self.metrics_path):
             self.tracker.artifact(self.metrics_path)  # the reasons of all rounds, which matter most in a run that failed
 

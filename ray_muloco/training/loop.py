@@ -24,10 +24,11 @@ def train(coordinator: Coordinator, group: ReplicaGroup, ledger: Ledger, should_
 
     Raises RunError when the run cannot go on.
     """
+    clock = RoundClock()
     while not coordinator.finished:
         if should_stop() or not _await_enough(coordinator, group, ledger, should_stop):
             return "stopped"
-        clock = RoundClock()
+        clock.start()
         plans = coordinator.plan(group.alive)
         inner = group.run_inner(plans)
         clock.lap("inner")
@@ -53,6 +54,7 @@ def train(coordinator: Coordinator, group: ReplicaGroup, ledger: Ledger, should_
         record = record_of(coordinator, plans, reports, decision.participants, committed)
         evaluation = evaluate(coordinator, group, ledger.validation_sequences) if ledger.evaluation_due(coordinator) else None
         ledger.record(record, evaluation, group, clock)
+        clock = RoundClock()
         if ledger.checkpoint_due(coordinator):
             ledger.save(coordinator, group)
     return "finished"
@@ -73,10 +75,10 @@ def _try_again(
     coordinator: Coordinator, group: ReplicaGroup, ledger: Ledger, plans: Mapping[int, SegmentPlan], decision: Decision, lost: Mapping[int, str]
 ) -> None:
     """Give the round up and its samples back, take in who is ready meanwhile; raise when trying again will not help."""
+    group.roll_back()
+    group.heal(decision.sitting_out)  # also before the end: what is spoilt must not be in the last checkpoint
     if decision.action == "abort":
         raise RunError(decision.abort_reason, "; ".join(decision.reasons))
-    group.roll_back()
-    group.heal(decision.sitting_out)
     coordinator.retry(plans, decision, lost)
     if coordinator.fruitless >= MAX_FRUITLESS_ATTEMPTS:
         raise RunError("no round commits", f"{coordinator.fruitless} attempts running ended without a commit; the last one: {'; '.join(decision.reasons)}")

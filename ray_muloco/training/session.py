@@ -78,7 +78,7 @@ def run_session(config: TrainConfig, tracking_uri: str, seats: Seats, listener: 
         first_publish(coordinator, group, ledger)
         try:
             outcome = train(coordinator, group, ledger, should_stop)
-        except RunError:
+        except Exception:
             ledger.rescue(coordinator, group)
             raise
         result = ledger.finish(coordinator, group, outcome)
@@ -86,7 +86,7 @@ def run_session(config: TrainConfig, tracking_uri: str, seats: Seats, listener: 
         return result
     except RunError as error:
         ledger.settle()
-        raise RunError(error.reason, error.detail, error.checkpoint or ledger.checkpoint_path()) from error
+        raise type(error)(error.reason, error.detail, error.checkpoint or ledger.checkpoint_path()) from error
     finally:
         ledger.settle()  # replicas may still be writing their part of a checkpoint
         with contextlib.ExitStack() as closing:
