@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import statistics
 import sys
@@ -28,6 +29,7 @@ from rich.table import Table
 
 from ray_muloco.config import TrainConfig
 from ray_muloco.errors import ConfigError
+from ray_muloco.training.storage import atomic_write_text
 
 ROUNDS_A_FAULT = 10
 STOPPED = 3
@@ -76,7 +78,12 @@ def main() -> int:
         return STOPPED
     show(report)
     write_json(flags.json, report)
-    sound = report["samples_lost"] == report["samples_repeated"] == 0 and report["digests_agree"] and not report["leaks"]
+    sound = (
+        report["faults"] == report["scheduled"]
+        and report["samples_lost"] == report["samples_repeated"] == 0
+        and report["digests_agree"]
+        and not report["leaks"]
+    )
     return 0 if sound else 1
 
 
@@ -94,6 +101,10 @@ def drill(flags: Flags) -> dict[str, Any] | None:
         print("RAY_ADDRESS is set: a drill kills what it meets, and so it trains on a private cluster all the same", file=sys.stderr)
     config, faults = planned(flags)
     before = belongings()
+    directory = local_directory(f"{config.run.storage_path}/{config.run_name}")
+    os.makedirs(directory, exist_ok=True)
+    log = os.path.join(directory, "drill.jsonl")
+    keep_schedule(os.path.join(directory, "drill-schedule.json"), faults, config)
     calm = config.override({"run.name": f"{config.run_name}-undisturbed"})
     with make_display(config.budget_tokens, quiet=flags.quiet) as display:
         display.message("first the same run without faults, to compare with")
@@ -103,9 +114,6 @@ def drill(flags: Flags) -> dict[str, Any] | None:
     before = dataclasses.replace(belongings(), processes=before.processes, shared_memory=before.shared_memory)  # a first use opens what stays
     usual = statistics.median(seconds_between(undisturbed.metrics))
     config = config.override({"scaling.hang_floor_seconds": max(2.0, 2 * usual), "scaling.hang_factor": 2.0})
-    directory = local_directory(f"{config.run.storage_path}/{config.run_name}")
-    os.makedirs(directory, exist_ok=True)
-    log = os.path.join(directory, "drill.jsonl")
     with make_display(config.budget_tokens, quiet=flags.quiet) as display, contextlib.ExitStack() as nodes:
         listener = display
         if flags.drop_node:
@@ -119,6 +127,16 @@ def drill(flags: Flags) -> dict[str, Any] | None:
     assert found is not None, "a finished run has a checkpoint"
     report = recovery_report(result.metrics, read_log(log), found[1], undisturbed.metrics, config.scaling.num_replicas)
     return {**report, "scheduled": len(faults), "growth": growth(read_log(usage_path(log))), "leaks": leaks(before), "run": result.path}
+
+
+def keep_schedule(path: str, faults: tuple[Any, ...], config: TrainConfig) -> None:
+    """Write the schedule beside the run; ConfigError when the run there had another one, whose faults would be reported as these."""
+    schedule = [dataclasses.asdict(fault) for fault in faults]
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            if json.load(file) != schedule:
+                raise ConfigError("run.name", config.run_name, "is a drill under other faults", "choose another --run.name, or remove its directory")
+    atomic_write_text(path, json.dumps(schedule))
 
 
 class Replenisher:

@@ -23,7 +23,7 @@ from ray_muloco.runtime.collectives import NCCL, Membership
 from ray_muloco.runtime.gloo_backend import Transport
 from ray_muloco.runtime.rendezvous import sentence
 from ray_muloco.runtime.shared_board import BOARD_BYTES, LARGEST_SLOT_BYTES, NUM_TURNS, Board, Offer, map_all, slot_bytes
-from ray_muloco.runtime.wiring import refusal
+from ray_muloco.runtime.wiring import choose_fabric, refusal
 
 
 def test_a_driver_does_not_pay_for_torch() -> None:
@@ -262,3 +262,12 @@ def test_a_joiner_beyond_the_fabric_is_refused_by_name() -> None:
     assert refusal(NCCL, "nccl", {"10.0.0.1"}, far) == "", "the user says that one fabric joins them"
     assert refusal("", "auto", {"10.0.0.1"}, far) == "", "the Gloo star goes anywhere"
     assert refusal(NCCL, "nccl", {"10.0.0.1"}, {**near, "unavailable": {NCCL: "it has no GPU"}}) == "it has no GPU"
+
+
+def test_auto_is_nccl_only_when_all_that_may_come_are_there() -> None:
+    """One host was seen because only one replica was placed yet: everyone who came later, on other nodes, would have been refused."""
+    assert choose_fabric("auto", 1, ["a", "a"], 2) == NCCL
+    assert choose_fabric("auto", 1, ["a"], 4) == ""
+    assert choose_fabric("auto", 1, ["a", "b"], 2) == ""
+    assert choose_fabric("auto", 0, ["a", "a"], 2) == ""
+    assert refusal(NCCL, "auto", set(), {"host": "b", "unavailable": {}}) == "", "nobody is left where they were"

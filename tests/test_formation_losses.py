@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError
 from toy import toy_config
 
 from ray_muloco.errors import CollectiveError
+from ray_muloco.runtime import answers
+from ray_muloco.runtime.actors import EVENTS_AT_ONCE, MAX_EVENTS, CoordinatorActor
 from ray_muloco.runtime.group import RayGroup
 
 
@@ -70,3 +74,53 @@ def test_data_parallel_replicas_do_not_begin_a_round_with_the_dead() -> None:
     outcome = group.run_inner(dict.fromkeys(range(3), SimpleNamespace(num_steps=1)))  # type: ignore[arg-type]
     assert outcome.reports == {}
     assert set(outcome.lost) == {1}
+
+
+def plans(**steps: int) -> Any:
+    return {int(k[1:]): SimpleNamespace(num_steps=n) for k, n in steps.items()}
+
+
+def test_a_deadline_is_of_the_work_that_is_asked_for_now() -> None:
+    """With fewer to share it, a survivor has more to evaluate than the median knew, and with the fastest gone more steps: healthy ones were called silent."""
+    group = Formations(3, [])
+    group.config = group.config.override({"scaling.hang_floor_seconds": 1.0, "scaling.hang_factor": 5.0})
+    assert group._inner_deadline(plans(_0=30)) == group.config.scaling.first_round_seconds
+    group._step_seconds = {0: deque([0.1, 0.1, 9.0]), 1: deque([1.0])}
+    assert group._inner_deadline(plans(_0=60, _1=6)) == pytest.approx(5 * 6.0), "a slow one with few steps does not stretch everyone's"
+    assert group._inner_deadline(plans(_1=60)) == pytest.approx(5 * 60.0), "nor is it held to them once it has many"
+    group._beginners = {2}
+    assert group._inner_deadline(plans(_0=60, _2=6)) == pytest.approx(3 * 5 * 6.0)
+    group._ask({0: None}, 1.0, "evaluate", work=10)
+    group._usual["evaluate"][0] = 0.5  # seconds a sequence
+    assert group._deadline("evaluate", work=80) == pytest.approx(5 * 40.0)
+
+
+def test_a_death_of_any_kind_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray says by other names than an actor's death that a node ran out of memory, or is gone: those ended the whole run."""
+    failures = {"a": OutOfMemoryError("the node ran out of memory"), "b": NodeDiedError("the node died"), "c": ObjectLostError("00" * 28, None, "")}
+
+    def get(ref: str, timeout: float) -> Any:
+        raise failures[ref]
+
+    monkeypatch.setattr(answers, "ray", SimpleNamespace(wait=lambda refs, **_: ([refs[0]], refs[1:]), get=get))
+    found, lost = answers.collect({0: "a", 1: "b", 2: "c"}, 10.0)
+    assert found == {}
+    assert set(lost) == {0, 1, 2}
+    assert "memory" in lost[0]
+
+
+def test_a_late_driver_gets_a_runs_events_in_pieces() -> None:
+    """All of a long run's rounds in one answer took longer than the driver waits, who then took a healthy coordinator down."""
+    coordinator = CoordinatorActor()
+    for n in range(MAX_EVENTS + 700):
+        coordinator.message(str(n))
+    heard, begin = [], 0
+    while True:
+        events, begin, _ = coordinator.events("me", begin, 0.0)
+        if not events:
+            break
+        assert len(events) <= EVENTS_AT_ONCE
+        heard += [int(text) for _, text in events]
+    assert heard == list(range(700, MAX_EVENTS + 700)), "the oldest are in metrics.jsonl"
+    coordinator.message("news")
+    assert coordinator.events("me", begin, 0.0)[0] == [("message", "news")]

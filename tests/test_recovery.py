@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_muloco.analysis.recovery import audit_samples, delays, goodput, growth, next_commits, pace, quiet_seconds, recovery_report
+from ray_muloco.runtime import leaks as leaks_of
 from ray_muloco.runtime.drill import COORDINATOR, HANG, KILL, PHASES, draw_faults, read_log
 
 
@@ -94,3 +97,20 @@ def test_a_torn_line_of_the_log_is_no_fault(tmp_path: Any) -> None:
     assert read_log(str(log)) == []
     log.write_text('{"number": 0}\n{"numb')
     assert read_log(str(log)) == [{"number": 0}]
+
+
+def test_what_is_left_behind_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaks_of, "SETTLE_SECONDS", 0.0)
+    before = leaks_of.belongings()
+    assert leaks_of.leaks(before) == []
+    child = subprocess.Popen(["sleep", "60"])
+    opened = [open(os.devnull) for _ in range(9)]  # noqa: SIM115
+    try:
+        found = leaks_of.leaks(before)
+        assert f"process {child.pid} sleep" in found
+        assert any("file descriptors" in name for name in found)
+    finally:
+        child.kill()
+        child.wait()
+        for file in opened:
+            file.close()

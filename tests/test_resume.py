@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -17,6 +18,8 @@ from ray_muloco.errors import ConfigError, RunError
 from ray_muloco.training import locations, preflight
 from ray_muloco.training.checkpoint import open_checkpoint
 from ray_muloco.training.metrics import UNITS
+from ray_muloco.training.plan import ReplicaReport
+from ray_muloco.training.replica import Replica
 from ray_muloco.training.session import local_seats, run_session
 
 
@@ -188,6 +191,38 @@ def test_a_run_that_gives_up_names_the_checkpoint_to_resume_from(source: Path, t
     with pytest.raises(RunError, match="diverged") as caught:
         train(config)
     assert "not finite" in caught.value.detail
+
+
+def test_what_a_run_saves_when_it_gives_up_can_be_resumed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last checkpoint held the spoilt momenta of the attempt that was given up, and the two failures before it: every resume gave up at once."""
+    config = config_for(source, tmp_path, "cured", checkpoint__every_rounds=1000)
+    broken = Replica.report
+
+    def spoilt(self: Replica) -> ReplicaReport:
+        report = broken(self)
+        if report.round_number < 3:
+            return report
+        for tensor in self.optimizer.state_tensors().values():
+            tensor.fill_(math.nan)
+        return dataclasses.replace(report, squared_norm=math.nan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Replica, "report", spoilt)
+        with pytest.raises(RunError, match="diverged") as caught:
+            train(config)
+    assert caught.value.checkpoint.endswith("round-000002")
+    result, _ = train(config)  # on a machine that computes
+    assert result["status"] == "finished"
+    assert math.isfinite(result["val_loss"])
+
+
+def test_a_run_holds_nothing_that_a_loader_executes(source: Path, tmp_path: Path) -> None:
+    """No pickle among a run's files: safetensors, JSON, pictures and text."""
+    config = config_for(source, tmp_path, "safe", checkpoint__every_rounds=1)
+    train(config)
+    files = [path for path in (tmp_path / "safe").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files if "checkpoints" in path.parts} == {".json", ".safetensors"}
+    assert not [path for path in files if path.read_bytes()[:2] in (b"PK", b"\x80\x04", b"\x80\x05", b"\x80\x02")]
 
 
 def test_mlflow_goes_on_in_the_same_run_and_has_each_round_once(source: Path, tmp_path: Path) -> None:
