@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 GLOO, NCCL, RAY_NCCL = "MULOCO_GLOO", "MULOCO_NCCL", "NCCL"
+CONNECTING_SECONDS = 10.0
 POLL_SECONDS = 0.005
 SERVER_TIMEOUT_SECONDS = 300.0
 
@@ -84,8 +85,11 @@ def form(membership: Membership, host: str, watch: Callable[[], str] | None = No
     store = connect(membership)
     roll_call(store, membership, watch)
     try:
+        store.set_timeout(timedelta(seconds=_connecting_seconds(membership)))
         transport = _transport(membership, PrefixStore(f"{membership.name}/group", store), host)
         transport.barrier()
+        if membership.backend != NCCL:
+            transport.set_timeout(membership.timeout_seconds)
     except Exception as error:
         give_up(store, membership, f"rank {membership.rank} failed: {sentence(error)}")
         raise
@@ -94,8 +98,16 @@ def form(membership: Membership, host: str, watch: Callable[[], str] | None = No
     return transport
 
 
+def _connecting_seconds(membership: Membership) -> float:
+    """Bound of connecting, once everyone has been seen: who dies in that moment does not cost a whole collective's timeout.
+
+    NCCL makes its communicator in its first collective, and its timeout is of the group for good.
+    """
+    return membership.timeout_seconds if membership.backend == NCCL else min(membership.timeout_seconds, CONNECTING_SECONDS)
+
+
 def _transport(membership: Membership, own_keys: Any, host: str) -> Any:
-    place: dict[str, Any] = {"rank": membership.rank, "world_size": membership.world_size, "timeout_seconds": membership.timeout_seconds}
+    place: dict[str, Any] = {"rank": membership.rank, "world_size": membership.world_size, "timeout_seconds": _connecting_seconds(membership)}
     if membership.backend == NCCL:
         from ray_muloco.runtime.nccl_backend import NcclTransport
 
