@@ -42,6 +42,7 @@ def test_waits_and_delays_are_from_the_fault_to_the_commit_that_stayed() -> None
     assert quiet_seconds(STRUCK, KILLED, 4) == [10, 10, 10]
     assert delays(STRUCK, KILLED, KILL, 10.0) == [1.0]
     assert delays(STRUCK, KILLED, HANG, 10.0) == []
+    assert delays(STRUCK, [*KILLED, {"kind": COORDINATOR, "phase": "inner", "time": 28.0}], KILL, 10.0) == [], "the wait was for the coordinator"
 
 
 def test_the_report_has_what_the_contract_names() -> None:

@@ -56,12 +56,15 @@ def quiet_seconds(records: Sequence[Record], faults: Iterable[Record], num_repli
 
 
 def delays(records: Sequence[Record], faults: Sequence[Record], kind: str, usual: float) -> list[float]:
-    """By how many seconds the round in flight at each fault of a kind committed later than an undisturbed round."""
+    """By how many seconds the round in flight at each fault of a kind committed later than an undisturbed round.
+
+    A round that another kind of fault struck too says nothing of this kind.
+    """
     found: list[float] = []
-    for fault in faults:
-        for a, b in itertools.pairwise(records):
-            if fault["kind"] == kind and a["commit_time"] <= fault["time"] < b["commit_time"]:
-                found.append(b["commit_time"] - a["commit_time"] - usual)
+    for a, b in itertools.pairwise(records):
+        struck = [fault["kind"] for fault in faults if a["commit_time"] <= fault["time"] < b["commit_time"]]
+        if set(struck) == {kind}:
+            found += [b["commit_time"] - a["commit_time"] - usual] * len(struck)
     return found
 
 
