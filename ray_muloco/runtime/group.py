@@ -293,7 +293,8 @@ class RayGroup:
         except CollectiveError as error:
             failed, self._failure = True, str(error)
             self._unwire()
-        answers, gone = self._collect(refs, limit + self._floor())
+        # all began with one timeout: where the coordinator's is over the others are free too, but for who is silent
+        answers, gone = self._collect(refs, self._floor() if failed else limit + self._floor())
         lost.update(gone)
         if failed or len(answers) < len(refs):
             self._unwire()
