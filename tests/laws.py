@@ -249,8 +249,8 @@ class WatchedCoordinator(Coordinator):
         self.laws.given_up(before, plans, decision)
 
 
-class Crash(Exception):
-    """The coordinator's process ends, without a word."""
+class Crash(BaseException):
+    """The coordinator's process ends, without a word: what deals with exceptions does not get to deal with it."""
 
 
 class Silent:

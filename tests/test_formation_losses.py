@@ -112,15 +112,18 @@ def test_a_death_of_any_kind_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_late_driver_gets_a_runs_events_in_pieces() -> None:
     """All of a long run's rounds in one answer took longer than the driver waits, who then took a healthy coordinator down."""
     coordinator = CoordinatorActor()
+    coordinator.info({"name": "long"})
     for n in range(MAX_EVENTS + 700):
         coordinator.message(str(n))
-    heard, begin = [], 0
+    heard, infos, begin = [], [], 0
     while True:
         events, begin, _ = coordinator.events("me", begin, 0.0)
         if not events:
             break
-        assert len(events) <= EVENTS_AT_ONCE
-        heard += [int(text) for _, text in events]
+        assert len(events) <= EVENTS_AT_ONCE + 1
+        infos += [value for kind, value in events if kind == "info"]
+        heard += [int(value) for kind, value in events if kind == "message"]
+    assert infos == [{"name": "long"}]
     assert heard == list(range(700, MAX_EVENTS + 700)), "the oldest are in metrics.jsonl"
     coordinator.message("news")
     assert coordinator.events("me", begin, 0.0)[0] == [("message", "news")]

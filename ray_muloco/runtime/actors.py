@@ -192,6 +192,7 @@ class CoordinatorActor:
     def __init__(self) -> None:
         self._events: deque[tuple[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._num_events = 0
+        self._info: dict[str, Any] = {}
         self._outcome: tuple[str, Any] | None = None
         self._news = threading.Condition()
         self._stop = threading.Event()
@@ -233,6 +234,7 @@ class CoordinatorActor:
 
     def info(self, info: dict[str, Any]) -> None:
         """What the run is."""
+        self._info = info
         self._tell("info", info)
 
     def round(self, record: dict[str, Any]) -> None:
@@ -261,9 +263,10 @@ class CoordinatorActor:
             self._followers[follower] = time.monotonic()
             self._news.wait_for(lambda: self._num_events > begin or self._outcome is not None, timeout=wait_seconds)
             first = self._num_events - len(self._events)
+            missed = [("info", self._info)] if begin < first else []  # without it nothing else can be shown
             begin = max(begin, first)
             events = list(itertools.islice(self._events, begin - first, begin - first + EVENTS_AT_ONCE))
-            return events, begin + len(events), self._outcome
+            return missed + events, begin + len(events), self._outcome
 
     @ray.method(concurrency_group=CONTROL)
     def part(self, follower: str) -> int:
