@@ -69,6 +69,11 @@ def crash(node: dict[str, Any]) -> None:
     os.kill(raylet_of(node), signal.SIGKILL)
 
 
+def stop(node: dict[str, Any]) -> None:
+    """As an operator stops a node: it says goodbye to the cluster, and ends."""
+    os.kill(raylet_of(node), signal.SIGTERM)
+
+
 def silence(node: dict[str, Any]) -> None:
     """The node's processes stop, as when a network goes dark: no socket closes."""
     import psutil
@@ -78,7 +83,7 @@ def silence(node: dict[str, Any]) -> None:
         process.suspend()
 
 
-@pytest.mark.parametrize("fault", [crash, silence])
+@pytest.mark.parametrize("fault", [crash, stop, silence])
 def test_a_lost_node_costs_its_replica_and_nothing_else(source: Path, tmp_path: Path, replenish: Callable[[], None], fault: Any) -> None:  # noqa: F811
     """D04, D06, T01: the survivors commit on, the replacement comes up on another node, and the run ends with all three."""
     config = config_for(source, tmp_path, fault.__name__, scaling__num_replicas=3, batch_sequences=6, scaling__min_replicas=1)
@@ -116,7 +121,8 @@ def test_a_replica_leaves_a_drained_node_before_the_deadline_and_loses_nothing(
     reasons = [(r["round"], reason) for r in result.metrics for reason in r["reasons"]]
     assert result.status == "stopped"
     assert any("will leave: its node is drained" in reason for _, reason in reasons)
-    (left,) = [number for number, reason in reasons if "left: its node is drained" in reason]
+    ((left, sentence),) = [(number, reason) for number, reason in reasons if "left: its node is drained" in reason]
+    assert int(sentence.split(" s before the deadline")[0].split()[-1]) >= 0, sentence
     assert result.metrics[left - 1]["participants"] == 3, "the round before the leave was merged whole"
     assert sum(r["tokens_lost"] for r in result.metrics) == 0
     assert result.metrics[-1]["participants"] == 2
