@@ -36,7 +36,7 @@ CASES: dict[str, tuple[str, str, int]] = {
     "startup": ("_bench.startup", "startup", 5),
     "exchange": ("_bench.exchange", "exchange", 15),
     "data": ("_bench.reading", "data", 7),
-    "elastic-off": ("_bench.elastic", "elastic_off", 8),
+    "elastic-off": ("_bench.elastic", "elastic_off", 6),
     "equal-time": ("_bench.elastic", "equal_time", 5),
     "ray-train-elastic": ("_bench.elastic", "ray_train_elastic", 5),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_muloco.analysis.recovery import audit_samples, delays, goodput, growth, next_commits, pace, quiet_seconds, recovery_report
+from ray_muloco.runtime import drill
 from ray_muloco.runtime import leaks as leaks_of
 from ray_muloco.runtime.drill import COORDINATOR, HANG, KILL, PHASES, draw_faults, read_log
 
@@ -90,6 +92,22 @@ def test_faults_follow_from_the_seed_and_rare_ones_are_rare() -> None:
     assert all(a.round <= b.round for a, b in itertools.pairwise(faults))
     assert all(2 <= fault.round <= 600 and 0 <= fault.moment < 1 and 0 <= fault.victim < 1 for fault in faults)
     assert draw_faults(0, 3, 10) == ()
+
+
+def test_a_slowed_replica_is_steadily_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step was stretched by its own length: one that a neighbour's use of the caches made longer held its round up eight times as long."""
+    computed, now, slept = [1.0, 1.0, 1.0, 5.0, 1.0], 0.0, list[float]()
+
+    def inner_steps(plan: object) -> Iterator[None]:
+        nonlocal now
+        for seconds in computed:
+            now += seconds
+            yield
+
+    monkeypatch.setattr(drill.time, "thread_time", lambda: now)
+    monkeypatch.setattr(drill.time, "sleep", slept.append)
+    assert len(list(drill.dragged(inner_steps, 8.0)(object()))) == len(computed)
+    assert slept == [7.0] * 5
 
 
 def test_a_torn_line_of_the_log_is_no_fault(tmp_path: Any) -> None:

@@ -24,24 +24,35 @@ KILL_ROUND = 5
 SLOWER = 3.0
 DRAG = 8.0
 """What sleep makes of every replica's steps, so that four of them leave two cores mostly idle."""
+STILL_INTERVAL, STILL_BUDGETS = 3, 3
+"""Steps between two exchanges, and how many times as much is trained as in other cases: what is measured is short."""
 SETTLED_ROUNDS = 4
 """Rounds until all four replicas are slowed, and one was planned by the speeds that followed."""
 
 
 def elastic_off(effort: Effort) -> Iterator[Figure]:
-    """tiny, K=2, nothing happens: the rounds of runs that could lose and gain replicas against those of runs that could not.
+    """tiny, K=2, nothing happens: a run's rounds that end with a look at the membership (drains, deaths, joiners) against those that do not.
 
-    Every turn is a run of each; the order within a turn alternates (A B B A), since what comes second finds a warmer machine.
-    The medians are over the rounds of all turns but each run's first, which chooses kernels and touches pages.
+    Both take turns round by round in the same processes: the exchange takes ten milliseconds, and differs between two runs of the
+    same program by more than it could between these. The medians are over all rounds but each run's first two, which choose
+    kernels and touch pages. The exchange's seconds include the boundary.
     """
-    with tempfile.TemporaryDirectory() as storage:
-        config = run_config(2, storage, effort)
-        on = config.override({"scaling.min_replicas": 1, "scaling.max_replicas": 2})
-        off = config.override({"scaling.min_replicas": 2, "scaling.max_replicas": 0})
-        sides: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-        for turn in range(effort.repeats):
-            for elastic in (True, False) if turn % 2 else (False, True):
-                sides[elastic] += fit_rounds(on if elastic else off)[1:]
+    from ray_muloco.runtime.drill import Drill
+
+    changes = {
+        "sync_interval": STILL_INTERVAL,
+        "eval_every_rounds": 1000,
+        "checkpoint.every_rounds": 1000,
+        "scaling.min_replicas": 1,
+        "scaling.max_replicas": 2,
+    }
+    sides: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for _ in range(effort.repeats):
+        with tempfile.TemporaryDirectory() as storage:
+            config = run_config(2, storage, effort)
+            config = config.override({**changes, "budget_tokens": STILL_BUDGETS * config.budget_tokens})
+            for record in fit_rounds(config, Drill((), f"{storage}/log.jsonl", still=True))[2:]:
+                sides[record["round"] % 2 == 0].append(record)
     yield Figure("tiny, K=2, inner phase", inner_rate(sides[True]), inner_rate(sides[False]), "tokens/s", within(0.02))
     yield Figure("tiny, K=2, exchange", exchange_seconds(sides[True]), exchange_seconds(sides[False]), "s", within(0.02))
 

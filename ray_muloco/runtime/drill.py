@@ -12,8 +12,10 @@ import json
 import os
 import random
 import signal
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +30,7 @@ from ray_muloco.runtime.group import RayGroup
 from ray_muloco.runtime.leaks import shared_files
 from ray_muloco.runtime.roster import Roster
 from ray_muloco.training.checkpoint import FileRecord
-from ray_muloco.training.group import CheckpointTarget, ExchangeOutcome, InnerOutcome, PublishOutcome
+from ray_muloco.training.group import Changes, CheckpointTarget, ExchangeOutcome, InnerOutcome, PublishOutcome
 from ray_muloco.training.plan import SegmentPlan
 
 KILL, HANG, NODE, COORDINATOR, SLOW = "kill", "hang", "node", "coordinator", "slow"
@@ -37,6 +39,8 @@ PHASES = ("inner", "exchange", "publish", "checkpoint")
 RARE = 10
 """Of so many drawn faults one is a hang and one the coordinator's death."""
 UNKNOWN_PHASE_SECONDS = 0.05
+USUAL_STEPS = 101
+"""Recent inner steps of a slowed replica that say how long one takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,8 @@ class Drill:
     log: str
     speeds: str = ""
     """JSON lines file for the inner steps a second of each replica, a line a round; empty for none."""
+    still: bool = False
+    """Whether odd rounds end without a look at the membership: what elasticity costs is the difference to even ones."""
 
 
 def draw_faults(count: int, seed: int, rounds: int, kinds: tuple[str, ...] = (KILL, HANG, COORDINATOR)) -> tuple[Fault, ...]:
@@ -113,13 +119,16 @@ class InnerSteps(Protocol):
 def dragged(inner_steps: InnerSteps, factor: float) -> InnerSteps:
     """The inner loop with every step stretched to `factor` times its length by sleep, which leaves the core to others.
 
-    A step's length is what this thread computed, not what it waited for a busy core: that wait would be stretched too.
+    A step's length is what this thread computes in a usual one of them: what it waits for a busy core, or for a neighbour's use of
+    the caches, would be stretched too, and a replica be slow and unsteady instead of slow.
     """
+    computed: deque[float] = deque(maxlen=USUAL_STEPS)
 
     def steps(plan: SegmentPlan) -> Iterator[None]:
         begin = time.thread_time()
         for _ in inner_steps(plan):
-            time.sleep((factor - 1) * (time.thread_time() - begin))
+            computed.append(time.thread_time() - begin)
+            time.sleep((factor - 1) * statistics.median(computed))
             yield
             begin = time.thread_time()
 
@@ -131,7 +140,7 @@ class DrilledGroup(RayGroup):
 
     def __init__(self, roster: Roster, fingerprint: str, data_dir: str, drill: Drill) -> None:
         super().__init__(roster, fingerprint, data_dir)
-        self._log, self._speeds = drill.log, drill.speeds
+        self._log, self._speeds, self._still = drill.log, drill.speeds, drill.still
         done = {entry["number"] for entry in read_log(drill.log)}
         self._due = [fault for fault in drill.faults if fault.number not in done]
         self._round = self._noted_round = 0
@@ -148,6 +157,11 @@ class DrilledGroup(RayGroup):
                 file.write(json.dumps({"round": self._round, "steps_per_second": speeds}) + "\n")
         return outcome
 
+    def regroup(self, wait_seconds: float = 0.0) -> Changes:
+        if self._still and self._round % 2:
+            return Changes((), {})
+        return super().regroup(wait_seconds)
+
     def exchange(self, weights: Mapping[int, float], out: Tensor) -> ExchangeOutcome:
         with self._phase("exchange"):
             return super().exchange(weights, out)
@@ -155,7 +169,7 @@ class DrilledGroup(RayGroup):
     def publish(self, theta: Tensor) -> PublishOutcome:
         with self._phase("publish"):
             outcome = super().publish(theta)
-        if self._round > self._noted_round:
+        if self._round > self._noted_round and not self._still:
             self._noted_round = self._round
             self._note_usage()
         return outcome

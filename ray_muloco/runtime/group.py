@@ -23,6 +23,7 @@ from ray_muloco.runtime import exchange, fabric
 from ray_muloco.runtime.answers import collect, first_death, late
 from ray_muloco.runtime.collectives import Group, join
 from ray_muloco.runtime.links import bucket_elements
+from ray_muloco.runtime.nodes import POLL_SECONDS
 from ray_muloco.runtime.roster import HEALING_SECONDS, Roster
 from ray_muloco.runtime.wiring import Wirer, refusal
 from ray_muloco.training import storage
@@ -184,6 +185,7 @@ class RayGroup:
         if self.config.scaling.grace_seconds:
             for k in late(calls, limit, self.config.scaling.grace_seconds):
                 actors[k].cut_short.remote()
+        self._watch_nodes(list(calls.values()), begin + limit)
         reports, lost = self._collect(calls, limit, begin)
         self._beginners = self._beginners & set(self.alive) - reports.keys()
         self.roster.finished(reports)
@@ -337,6 +339,13 @@ class RayGroup:
         self._link = None
 
     # ---- waiting
+
+    def _watch_nodes(self, calls: Sequence[Any], until: float) -> None:
+        """Look which nodes are drained as long as replicas compute, so that the boundary need not ask."""
+        waiting = list(calls)
+        while waiting and (left := until - time.monotonic()) > 0:
+            self.roster.look()
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(POLL_SECONDS, left))
 
     def _collect(self, calls: Mapping[int, Any], limit: float, begin: float | None = None) -> tuple[dict[int, Any], dict[int, str]]:
         """Answers and losses (`answers.collect`); lost ones are dropped from the membership."""

@@ -7,21 +7,29 @@ import time
 from typing import Any
 
 POLL_SECONDS = 1.0
+OLDEST_SECONDS = 2.0
 
 
 class DrainWatch:
-    """Which nodes are being drained and until when; asks Ray at most once a second."""
+    """Which nodes are being drained and until when; asking Ray takes a millisecond, so that it is done while others work."""
 
     def __init__(self) -> None:
         self._asked = -math.inf
         self._deadlines: dict[str, float] = {}
 
+    def look(self) -> None:
+        """Ask Ray, at most once a second."""
+        self._ask_after(POLL_SECONDS)
+
     def deadlines(self) -> dict[str, float]:
-        """Unix time at which each draining node ends, by node id; infinity where Ray was told none."""
-        if time.monotonic() - self._asked >= POLL_SECONDS:
-            self._asked = time.monotonic()
-            self._deadlines = draining_nodes()
+        """Unix time at which each draining node ends, by node id; infinity where Ray was told none. At most two seconds old."""
+        self._ask_after(OLDEST_SECONDS)
         return self._deadlines
+
+    def _ask_after(self, seconds: float) -> None:
+        if time.monotonic() - self._asked >= seconds:
+            self._deadlines = draining_nodes()
+            self._asked = time.monotonic()
 
 
 def draining_nodes() -> dict[str, float]:

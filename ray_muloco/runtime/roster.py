@@ -191,6 +191,10 @@ class Roster:
 
     # ---- a boundary
 
+    def look(self) -> None:
+        """Look which nodes are drained, ahead of the boundary."""
+        self._drains.look()
+
     def regroup(self, wait_seconds: float, donors: Sequence[int], round_seconds: float) -> Changes:
         """Move recruits on, let members go whose nodes end, let in who is ready, ask for who is missing.
 
