@@ -16,7 +16,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -90,10 +90,9 @@ def main() -> int:
 def drill(flags: Flags) -> dict[str, Any] | None:
     """Train twice, undisturbed and under faults; the report, or None when asked to stop."""
     from ray_muloco.analysis.recovery import growth, recovery_report, seconds_between
-    from ray_muloco.runtime.cluster import one_node_a_replica
     from ray_muloco.runtime.drill import Drill, read_log, usage_path
     from ray_muloco.runtime.fit import fit
-    from ray_muloco.runtime.leaks import belongings, leaks
+    from ray_muloco.runtime.leaks import MORE_THREADS, belongings, leaks
     from ray_muloco.training.manifest import newest_manifest
     from ray_muloco.training.storage import local_directory
 
@@ -106,27 +105,38 @@ def drill(flags: Flags) -> dict[str, Any] | None:
     log = os.path.join(directory, "drill.jsonl")
     keep_schedule(os.path.join(directory, "drill-schedule.json"), faults, config)
     calm = config.override({"run.name": f"{config.run_name}-undisturbed"})
-    with make_display(config.budget_tokens, quiet=flags.quiet) as display:
-        display.message("first the same run without faults, to compare with")
-        undisturbed = fit(calm, listener=display)
+    with prepared(flags, config) as listener:
+        listener.message("first the same run without faults, to compare with")
+        undisturbed = fit(calm, listener=listener)
     if undisturbed.status == "stopped":
         return None
     before = dataclasses.replace(belongings(), processes=before.processes, shared_memory=before.shared_memory)  # a first use opens what stays
     usual = statistics.median(seconds_between(undisturbed.metrics))
     config = config.override({"scaling.hang_floor_seconds": max(2.0, 2 * usual), "scaling.hang_factor": 2.0})
-    with make_display(config.budget_tokens, quiet=flags.quiet) as display, contextlib.ExitStack() as nodes:
-        listener = display
-        if flags.drop_node:
-            threads = max(1, config.scaling.threads_per_replica)
-            listener = Replenisher(display, nodes.enter_context(one_node_a_replica(config.scaling.num_replicas, threads)))
-        display.message(f"now with {len(faults)} faults; a replica is called silent after {config.scaling.hang_floor_seconds:.1f} s")
+    with prepared(flags, config) as listener:
+        listener.message(f"now with {len(faults)} faults; a replica is called silent after {config.scaling.hang_floor_seconds:.1f} s")
         result = fit(config, listener=listener, drill=Drill(faults, log))
     if result.status == "stopped":
         return None
     found = newest_manifest(result.path)
     assert found is not None, "a finished run has a checkpoint"
     report = recovery_report(result.metrics, read_log(log), found[1], undisturbed.metrics, config.scaling.num_replicas)
-    return {**report, "scheduled": len(faults), "growth": growth(read_log(usage_path(log))), "leaks": leaks(before), "run": result.path}
+    ray_threads = 1 + config.scaling.num_replicas + flags.drop_node if flags.drop_node else 0  # Ray keeps one for each node that this process ever started
+    left = leaks(before, more_threads=MORE_THREADS + ray_threads)
+    return {**report, "scheduled": len(faults), "growth": growth(read_log(usage_path(log))), "leaks": left, "run": result.path}
+
+
+@contextlib.contextmanager
+def prepared(flags: Flags, config: TrainConfig) -> Iterator[Any]:
+    """Where both runs of a drill train, and who is told of them: on nodes of their own where nodes are to crash."""
+    from ray_muloco.runtime.cluster import one_node_a_replica
+
+    with make_display(config.budget_tokens, quiet=flags.quiet) as display:
+        if flags.drop_node:
+            with one_node_a_replica(config.scaling.num_replicas, max(1, config.scaling.threads_per_replica)) as replenish:
+                yield Replenisher(display, replenish)
+        else:
+            yield display
 
 
 def keep_schedule(path: str, faults: tuple[Any, ...], config: TrainConfig) -> None:

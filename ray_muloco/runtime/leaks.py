@@ -10,6 +10,8 @@ import psutil
 
 SHARED_MEMORY = "/dev/shm"
 SETTLE_SECONDS = 20.0
+MORE_DESCRIPTORS, MORE_THREADS = 8, 4
+"""What a library may open between two uses without being a leak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ def _mine(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def leaks(before: Belongings, *, more_descriptors: int = 8, more_threads: int = 4) -> list[str]:
+def leaks(before: Belongings, *, more_descriptors: int = MORE_DESCRIPTORS, more_threads: int = MORE_THREADS) -> list[str]:
     """What is held now and was not before, by name; what is on its way out gets a moment.
 
     A library's first use opens descriptors and threads that stay, so compare with the time after one; so many more are no leak.
