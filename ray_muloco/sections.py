@@ -189,9 +189,9 @@ class ScalingConfig:
     hang_floor_seconds: float = 30.0
     """A replica is never called silent before this many seconds of a phase."""
     hang_factor: float = 5.0
-    """A replica is silent after this many times the median inner phase of recent rounds."""
+    """A replica is silent after this many times what its steps usually take, by the median of its recent rounds; thrice that while someone is new."""
     first_round_seconds: float = 900.0
-    """Deadline of a process's first round, when no median exists and kernels are still being compiled."""
+    """Deadline of what has no usual length yet: building a replica, the run's first round, kernels that are still being compiled."""
     collective_timeout_seconds: float = 60.0
     """Deadline of one collective operation; what a stopped member can cost the others."""
 

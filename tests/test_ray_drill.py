@@ -21,7 +21,7 @@ def drill(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_drill_loses_no_sample_and_leaves_nothing(source: Path, tmp_path: Path) -> None:  # noqa: F811
-    """Kills, a hang and the coordinator's death in drawn phases; a second run of the command reads the same report from the files."""
+    """Kills, a hang and the coordinator's death in drawn phases."""
     report = tmp_path / "drill.json"
     flags = (
         "--faults", "2", "--drill-seed", "3", "--kill-coordinator-at", "14", "--hang-every", "20", "--budget-tokens", "307200", "--scaling.num-replicas", "2", "--batch-sequences", "8", "--sync-interval", "10",

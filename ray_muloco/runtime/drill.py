@@ -1,7 +1,7 @@
 """Fault drills: a run under a schedule of faults, real ones, in the phases where they hurt.
 
 A schedule is data, drawn from a seed. Faults are injected where the phase is known, in the coordinator's process: a
-replica is told to kill, stop or slow itself after a moment, the coordinator kills itself. Each fault is written to a file
+replica is told to kill, stop or slow itself, or to kill its node, after a moment; the coordinator kills itself. Each fault is written to a file
 before it happens, so that a coordinator that comes back knows which ones are behind it.
 """
 
@@ -16,7 +16,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +34,6 @@ from ray_muloco.training.group import Changes, CheckpointTarget, ExchangeOutcome
 from ray_muloco.training.plan import SegmentPlan
 
 KILL, HANG, NODE, COORDINATOR, SLOW = "kill", "hang", "node", "coordinator", "slow"
-KINDS = (KILL, HANG, NODE, COORDINATOR, SLOW)
 PHASES = ("inner", "exchange", "publish", "checkpoint")
 RARE = 10
 """Of so many drawn faults one is a hang and one the coordinator's death."""
@@ -72,14 +71,14 @@ class Drill:
     """Whether odd rounds end without a look at the membership: what elasticity costs is the difference to even ones."""
 
 
-def draw_faults(count: int, seed: int, rounds: int, kinds: tuple[str, ...] = (KILL, HANG, COORDINATOR)) -> tuple[Fault, ...]:
+def draw_faults(count: int, seed: int, rounds: int) -> tuple[Fault, ...]:
     """`count` faults spread evenly over the rounds, their kinds, phases, moments and victims drawn by the seed.
 
     One in ten is a hang and one in ten the coordinator's death, at least one each where there are three faults; the rest are
     kills. A fault comes in the first six tenths of its share of rounds, so that what it set off can end before the next.
     """
     generator = random.Random(seed)
-    rare = [kind for kind in kinds if kind != KILL for _ in range(max(1, count // RARE) if count >= len(kinds) else 0)]
+    rare = [kind for kind in (HANG, COORDINATOR) for _ in range(max(1, count // RARE) if count > 2 else 0)]
     drawn = rare + [KILL] * (count - len(rare))
     generator.shuffle(drawn)
     share = rounds / max(count, 1)
@@ -161,6 +160,10 @@ class DrilledGroup(RayGroup):
         if self._still and self._round % 2:
             return Changes((), {})
         return super().regroup(wait_seconds)
+
+    def _watch_nodes(self, calls: Sequence[Any], until: float) -> None:
+        if not (self._still and self._round % 2):
+            super()._watch_nodes(calls, until)
 
     def exchange(self, weights: Mapping[int, float], out: Tensor) -> ExchangeOutcome:
         with self._phase("exchange"):

@@ -73,11 +73,6 @@ def receive_(group: Group, theta: Tensor, bucket_elements: int, root: int = COOR
     return _spread(group, theta, bucket_elements, root)
 
 
-def give(group: Group, theta: Tensor, bucket_elements: int, root: int) -> int:
-    """Every member gets the root's theta, whoever the root is; returns its digest."""
-    return _spread(group, theta, bucket_elements, root)
-
-
 def agree_on(group: Group, purpose: str, flat: Tensor, bucket_elements: int) -> None:
     """Refuse to begin unless all members are about to exchange the same thing: purpose, elements, type, bucket."""
     group.agree(f"{purpose}: {flat.numel()} {str(flat.dtype).removeprefix('torch.')} in buckets of {bucket_elements}")

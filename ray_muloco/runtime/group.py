@@ -24,7 +24,7 @@ from ray_muloco.runtime.answers import collect, first_death, late
 from ray_muloco.runtime.collectives import Group, join
 from ray_muloco.runtime.links import bucket_elements
 from ray_muloco.runtime.nodes import POLL_SECONDS
-from ray_muloco.runtime.roster import HEALING_SECONDS, Roster
+from ray_muloco.runtime.roster import Roster
 from ray_muloco.runtime.wiring import Wirer, refusal
 from ray_muloco.training import storage
 from ray_muloco.training.checkpoint import FileRecord
@@ -150,7 +150,8 @@ class RayGroup:
         if donor is not None:
             k, number = donor
             state = self.actors[k].give_state.remote(number)
-            copied = self._ask({s: self.actors[s].load_state.remote([state], k, HEALING_SECONDS) for s in spoilt}, HEALING_SECONDS + self._floor())
+            limit = self._exchange_deadline()  # an inner state is about as large as θ; everybody waits, so a donor that is silent now is not waited for long
+            copied = self._ask({s: self.actors[s].load_state.remote([state], k, limit) for s in spoilt}, limit + self._floor())
             self.traffic.heal_bytes += sum(copied.values())
         # nobody to copy from, or the donor died on the way
         rest = [k for k in spoilt if k in self.roster.members and k not in copied]
