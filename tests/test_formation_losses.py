@@ -95,6 +95,40 @@ def test_a_deadline_is_of_the_work_that_is_asked_for_now() -> None:
     assert group._deadline("evaluate", work=80) == pytest.approx(5 * 40.0)
 
 
+class Method:
+    """An actor's method that answers at once, or never; keeps what it was called with."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer, self.calls = answer, list[tuple[Any, ...]]()
+
+    def remote(self, *arguments: Any) -> Any:
+        self.calls.append(arguments)
+        return self.answer
+
+
+def test_a_donor_that_falls_silent_while_it_heals_is_not_waited_for_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stopped after it had copied its inner state held the whole run for five minutes: the wait is an exchange's, then the spoilt one begins anew."""
+    group, limits = Formations(2, []), list[float]()
+    donor = SimpleNamespace(keep_state=Method(1), give_state=Method("a state that never comes"))
+    spoilt = SimpleNamespace(load_state=Method(None), reset_inner_state=Method(True))
+    group.roster.members = {k: SimpleNamespace(actor=actor) for k, actor in enumerate((donor, spoilt))}  # type: ignore[assignment]
+
+    def collected(calls: Any, limit: float) -> Any:
+        limits.append(limit)
+        return {k: answer for k, answer in calls.items() if answer is not None}, {}
+
+    monkeypatch.setattr(group, "_collect", collected)
+    group._usual["copy"] = deque([0.1])
+    group._exchange_seconds = deque([0.1])
+    group.heal([1])
+    ((_, named, patience),) = spoilt.load_state.calls
+    scaling = group.config.scaling
+    assert named == 0
+    assert patience == group._exchange_deadline() <= scaling.collective_timeout_seconds
+    assert limits[1] == patience + scaling.hang_floor_seconds, "who asks waits a little longer than who is asked"
+    assert len(spoilt.reset_inner_state.calls) == 1
+
+
 def test_a_death_of_any_kind_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray says by other names than an actor's death that a node ran out of memory, or is gone: those ended the whole run."""
     failures = {"a": OutOfMemoryError("the node ran out of memory"), "b": NodeDiedError("the node died"), "c": ObjectLostError("00" * 28, None, "")}
