@@ -6,6 +6,9 @@
 The same configuration is trained twice on a private cluster, undisturbed and under faults: real ones, a replica killed
 (SIGKILL) or stopped (SIGSTOP), the coordinator killed, in the inner phase, the exchange, the publication and the
 checkpoint. Every flag of jobs/train.py is one here; the budget defaults to ten rounds a fault.
+
+Exit code 0: every fault happened, no sample was lost or repeated, all digests agree, nothing is left behind; 1: the reason
+is the last line; 2: bad flags; 3: stopped; 4: the run gave up.
 """
 
 from __future__ import annotations
@@ -71,6 +74,8 @@ def defaults(config: TrainConfig, given: dict[str, str]) -> Flags:
 
 def main() -> int:
     """Run the job; returns its exit code."""
+    from ray_muloco.analysis.recovery import unsound
+
     flags = parse_with_preset(sys.argv[1:], "drill.py", __doc__, Flags, defaults)
     check_json_place(flags.json)
     report = drill(flags)
@@ -78,13 +83,9 @@ def main() -> int:
         return STOPPED
     show(report)
     write_json(flags.json, report)
-    sound = (
-        report["faults"] == report["scheduled"]
-        and report["samples_lost"] == report["samples_repeated"] == 0
-        and report["digests_agree"]
-        and not report["leaks"]
-    )
-    return 0 if sound else 1
+    if reasons := unsound(report):
+        print(f"the drill failed: {'; '.join(reasons)}", file=sys.stderr)
+    return 1 if reasons else 0
 
 
 def drill(flags: Flags) -> dict[str, Any] | None:
@@ -187,6 +188,11 @@ def planned(flags: Flags) -> tuple[TrainConfig, tuple[Any, ...]]:
             f"is {rounds} rounds, too few for {flags.faults + flags.drop_node} faults",
             "take more tokens or fewer faults",
         )
+    for at_round in flags.kill_coordinator_at:
+        if not 1 <= at_round <= rounds:
+            raise ConfigError(
+                "kill-coordinator-at", at_round, f"must be 1 to {rounds}, a round of this budget", "take an earlier round, or more --budget-tokens"
+            )
     quiet_end = max(2, rounds - ROUNDS_A_FAULT // 2)
     drawn = [*draw_faults(flags.faults, flags.drill_seed, quiet_end)]
     drawn += [dataclasses.replace(f, kind=NODE) for f in draw_faults(flags.drop_node, flags.drill_seed + 1, quiet_end)]

@@ -51,6 +51,22 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         os.killpg(head.pid, signal.SIGKILL)
 
 
+def replicas_of(address: str) -> list[psutil.Process]:
+    """Replica actors of this cluster and of no other on the machine: children of its raylets, whose command lines name the head."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            parent = process.parent()
+            if (
+                process.cmdline()[:1]
+                and process.cmdline()[0].startswith("ray::ReplicaActor")
+                and parent
+                and address.split(":")[1] in " ".join(parent.cmdline())
+            ):
+                found.append(process)
+    return found
+
+
 def job(source: Path, storage: Path, name: str, address: str, *more: str) -> subprocess.Popen[str]:  # noqa: F811
     command = [
         sys.executable, "jobs/train.py", "nano", "--data.source", str(source), "--run.storage-path", str(storage), "--run.name", name, "--batch-sequences", "8",
@@ -134,7 +150,7 @@ def test_every_driver_is_told_that_a_run_gave_up(source: Path, tmp_path: Path, a
     while "following it" not in said and time.monotonic() < deadline:
         said += second.stdout.readline() if second.stdout else ""
     time.sleep(1.0)
-    os.kill(next(p.pid for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [""])[0].startswith("ray::ReplicaActor")), signal.SIGKILL)
+    replicas_of(address)[0].kill()
     for driver in (first, second):
         output, _ = driver.communicate(timeout=60)
         assert driver.returncode == 4, output[-2000:]

@@ -24,16 +24,16 @@ def test_a_drill_loses_no_sample_and_leaves_nothing(source: Path, tmp_path: Path
     """Kills, a hang and the coordinator's death in drawn phases."""
     report = tmp_path / "drill.json"
     flags = (
-        "--faults", "2", "--drill-seed", "3", "--kill-coordinator-at", "14", "--hang-every", "20", "--budget-tokens", "307200", "--scaling.num-replicas", "2", "--batch-sequences", "8", "--sync-interval", "10",
+        "--faults", "1", "--kill-every", "9", "--drill-seed", "3", "--kill-coordinator-at", "14", "--hang-every", "20", "--budget-tokens", "307200", "--scaling.num-replicas", "2", "--batch-sequences", "8", "--sync-interval", "10",
         "--data.source", str(source), "--run.storage-path", str(tmp_path), "--run.tracker", "none", "--quiet", "--json", str(report),
     )  # fmt: skip
     done = drill(*flags)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     figures = json.loads(report.read_text())
-    assert figures["faults"] == 4
-    assert figures["by_kind"] == {"kill": 2, "hang": 1, "coordinator": 1}
+    assert figures["faults"] == 5
+    assert figures["by_kind"] == {"kill": 3, "hang": 1, "coordinator": 1}
     assert (figures["samples_lost"], figures["samples_repeated"], figures["digests_agree"], figures["leaks"]) == (0, 0, True, [])
-    assert len(figures["seconds_to_next_commit"]) == 4
+    assert len(figures["seconds_to_next_commit"]) == 5
     assert figures["goodput"] > 0
     assert "Recovery" in done.stdout
 
@@ -56,3 +56,14 @@ def test_more_faults_than_rounds_are_refused(tmp_path: Path) -> None:
     refused = drill("--faults", "50", "--budget-tokens", "100000", "--scaling.num-replicas", "2", "--run.storage-path", str(tmp_path))
     assert refused.returncode == 2
     assert "too few for 50 faults" in refused.stderr
+
+
+@pytest.mark.parametrize("at", ["0", "-4", "1000"])
+def test_a_coordinators_death_beyond_the_budget_is_refused_at_once(tmp_path: Path, at: str) -> None:
+    """It never happened, which was found out after both runs."""
+    refused = drill(
+        "--faults", "1", f"--kill-coordinator-at={at}", "--budget-tokens", "1000000", "--scaling.num-replicas", "2", "--run.storage-path", str(tmp_path)
+    )
+    assert refused.returncode == 2
+    assert "kill-coordinator-at" in refused.stderr
+    assert not list(tmp_path.iterdir())

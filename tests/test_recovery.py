@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_muloco.analysis.recovery import audit_samples, delays, goodput, growth, next_commits, pace, quiet_seconds, recovery_report
+from ray_muloco.analysis.recovery import audit_samples, delays, goodput, growth, next_commits, pace, quiet_seconds, recovery_report, unsound
 from ray_muloco.runtime import drill
 from ray_muloco.runtime import leaks as leaks_of
 from ray_muloco.runtime.drill import COORDINATOR, HANG, KILL, PHASES, draw_faults, read_log
@@ -55,6 +55,23 @@ def test_the_report_has_what_the_contract_names() -> None:
     assert report["digests_agree"]
     odd = [*STRUCK[:-1], {**STRUCK[-1], "reasons": ["replica 2 ejected: its θ differs from the coordinator's after the commit"]}]
     assert not recovery_report(odd, KILLED, manifest, CALM, 4)["digests_agree"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"scheduled": 2}, "1 of 2 scheduled faults happened"),
+        ({"samples_lost": 3}, "3 samples were lost"),
+        ({"samples_repeated": 5}, "5 samples were trained twice"),
+        ({"digests_agree": False}, "digests disagreed"),
+        ({"leaks": ["process 7", "2 threads"]}, "left behind: process 7, 2 threads"),
+    ],
+)
+def test_a_drill_that_fails_says_of_what(change: dict[str, Any], said: str) -> None:
+    """It ended with exit code 1 and no word: which of five things had gone wrong was to be found in the table."""
+    passed = {"faults": 1, "scheduled": 1, "samples_lost": 0, "samples_repeated": 0, "digests_agree": True, "leaks": []}
+    assert unsound(passed) == []
+    assert unsound({**passed, **change}) == [said]
 
 
 def test_a_sample_is_in_one_commit_or_waits_or_was_skipped() -> None:

@@ -114,6 +114,21 @@ def recovery_report(
     }
 
 
+def unsound(report: Mapping[str, Any]) -> list[str]:
+    """Why a drill has not passed, a clause for each reason; empty when all scheduled faults happened and none of them did harm.
+
+    report: `recovery_report`'s figures, and what was `scheduled` and which `leaks` were found.
+    """
+    reasons = {
+        f"{report['faults']} of {report['scheduled']} scheduled faults happened": report["faults"] != report["scheduled"],
+        f"{report['samples_lost']} samples were lost": report["samples_lost"],
+        f"{report['samples_repeated']} samples were trained twice": report["samples_repeated"],
+        "digests disagreed": not report["digests_agree"],
+        f"left behind: {', '.join(report['leaks'])}": report["leaks"],
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
 def last_loss(records: Sequence[Record]) -> float | None:
     """Validation loss of the last round that was evaluated."""
     return next((record["val_loss"] for record in reversed(records) if record["val_loss"] is not None), None)
