@@ -31,7 +31,7 @@ CASES: dict[str, tuple[str, str, int]] = {
     "muon": ("_bench.steps", "muon", 15),
     "inner": ("_bench.steps", "inner", 7),
     "fit-k1": ("_bench.runs", "fit_k1", 5),
-    "fit-k2": ("_bench.runs", "fit_k2", 5),
+    "fit-k2": ("_bench.runs", "fit_k2", 11),
     "ddp": ("_bench.runs", "ddp", 5),
     "startup": ("_bench.startup", "startup", 5),
     "exchange": ("_bench.exchange", "exchange", 15),

@@ -30,7 +30,7 @@ from ray_muloco.training.preflight import result_of, tracking_uri_of, with_threa
 from ray_muloco.training.signals import stop_signals
 
 OBJECT_STORE_BYTES = 100 * 2**20  # tensors travel by collectives; the store carries plans and reports
-POLL_SECONDS = 0.5
+POLL_SECONDS = 1.0
 ANSWER_SECONDS = 60.0
 CONNECT_SECONDS = 5.0
 MAX_COORDINATOR_DEATHS = 3
